@@ -1,0 +1,1 @@
+"""Prompts, dialogs, shards: what a head is trained on."""

@@ -1,0 +1,1 @@
+"""What a head is: one family, one file; loss and step side by side."""

@@ -1,0 +1,1 @@
+"""What every family shares: the protocol, blocks, losses, draft vocabulary, checkpoint."""

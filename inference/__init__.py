@@ -1,0 +1,1 @@
+"""The target, with or without a head: cache, tree, draft, verify, generate."""
