@@ -1,0 +1,71 @@
+"""An attention function for decode and verify that groups query heads instead of repeating keys.
+
+Letters: B rows, H query heads, K key heads, G = H / K, T queries, S keys, d head size.
+
+With a mask and fewer key heads than query heads, the stock sdpa path copies every key G times for each layer of each
+pass. Here the G query heads of a key head are rows of one matrix product. Long queries (prefill) go to sdpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "headway_grouped"
+LONGEST_QUERY = 128
+"""Above this many queries the [T, S] scores cost more memory traffic than repeated keys, and sdpa is faster."""
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return attention output [B, T, H, d] as transformers expects of an attention function.
+
+    `attention_mask` is additive, [B, 1, T, S]. Scores are summed in the input's dtype and normalised in fp32.
+    """
+    B, H, T, d = query.shape
+    K = key.shape[1]
+    if T > LONGEST_QUERY:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    scale = scaling if scaling is not None else d**-0.5
+    q_BKRd = (query * scale).reshape(B, K, (H // K) * T, d)
+    score_BKGTS = torch.matmul(q_BKRd, key.transpose(-1, -2)).view(B, K, H // K, T, -1)
+    if attention_mask is not None:
+        score_BKGTS = score_BKGTS + attention_mask[:, :, None]
+    weight = torch.softmax(score_BKGTS, dim=-1, dtype=torch.float32).to(value.dtype)
+    out = torch.matmul(weight.view(B, K, (H // K) * T, -1), value)
+    return out.view(B, H, T, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+
+
+@contextmanager
+def use_grouped(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model's attention through `grouped_attention` inside the block; models that are not on sdpa are left alone."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    if before != "sdpa":
+        yield
+        return
+    config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before

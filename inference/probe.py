@@ -1,0 +1,79 @@
+"""Which mode a target can run in, found by running it: tree, chain, or plain.
+
+A model that ignores the mask or the positions it is given answers wrongly and does not fail, so it is asked a question
+whose answer is known: a small tree must give each node the logits of its own path, and two tokens at once must give what
+they give one by one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from headway.inference.target import Target
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+"""Largest relative difference of logits that rounding explains; wrong masks were seen at 0.1 and above."""
+
+
+def probe(target: Target) -> tuple[str, str]:
+    """Return (mode, reason): the best of tree, chain, plain that reproduces the target's own forward."""
+    worst = 0.0
+    for mode, ask in (("tree", _tree_error), ("chain", _chain_error)):
+        try:
+            worst = ask(target)
+        except Exception as e:  # noqa: BLE001 - any failure of a foreign model means a lesser mode, named in the reason
+            reason = f"{mode} verification failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            continue
+        if worst <= TOLERANCE.get(target.dtype, 1e-2):
+            return mode, f"{mode} verification agrees with the model's own forward (relative difference {worst:.1e})"
+        reason = f"{mode} verification differs from the model's own forward by {worst:.2f}"
+    return "plain", reason
+
+
+def _ids(target: Target, count: int) -> list[int]:
+    step = max(1, target.info.num_tokens // (count + 3))
+    return [(i + 2) * step % target.info.num_tokens for i in range(count)]
+
+
+@torch.inference_mode()
+def _truth(target: Target, path: list[int]) -> Tensor:
+    """Return the model's own logits for the last token of a sequence, by a plain forward."""
+    return target.model(input_ids=torch.tensor([path], device=target.device), use_cache=False).logits[0, -1].float()
+
+
+def _error(target: Target, prefix: list[int], nodes: list[int], parents: list[int]) -> float:
+    """Return the largest relative difference between a tree's logits and each path's plain logits."""
+    from headway.inference.tree import Tree
+
+    device = target.device
+    tree = Tree.from_parents(torch.tensor([nodes], device=device), [parents])
+    cache = target.new_cache(1)
+    size = len(prefix)
+    causal = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
+    target.forward(torch.tensor([prefix], device=device), torch.arange(size, device=device)[None], causal, cache)
+    cache.commit([list(range(size))])
+    got = target.forward(tree.token_BN, tree.depth_BN + size, tree.ancestor_BNN, cache).logits_BNV[0].float()
+    worst = 0.0
+    for n in range(len(nodes)):
+        path, at = [], n
+        while at >= 0:
+            path.append(nodes[at])
+            at = parents[at]
+        want = _truth(target, prefix + path[::-1])
+        spread = (want - want.mean()).norm().clamp_min(1e-6)
+        worst = max(worst, float((got[n] - want).norm() / spread))
+    return worst if worst == worst else float("inf")
+
+
+def _tree_error(target: Target) -> float:
+    ids = _ids(target, 9)
+    return _error(target, ids[:5], ids[5:9], [-1, 0, 0, 1])
+
+
+def _chain_error(target: Target) -> float:
+    ids = _ids(target, 8)
+    return _error(target, ids[:5], ids[5:8], [-1, 0, 1])

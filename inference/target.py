@@ -1,0 +1,351 @@
+"""The frozen language model: loads it, runs a tree through it, hands out features.
+
+Letters: B rows, N new tokens (tree nodes), T positions, S slots, D hidden, F tap width, V vocabulary.
+
+With cache.py, attention.py and probe.py this is all that touches transformers' model internals.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Frozen, Tap, TargetInfo
+from headway.inference.attention import use_grouped
+from headway.inference.cache import SlotCache
+
+DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
+
+
+@dataclass
+class Output:
+    """What a forward returns: logits [B, n, V] of the positions asked for, features [B, N, F] of the taps."""
+
+    logits_BNV: Tensor
+    tap_BNF: Tensor | None
+
+
+class Target:
+    """A frozen causal LM of transformers, unmodified, with what a head needs of it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        revision: str | None = None,
+        *,
+        mode: str | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.text_config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.layers = _find_layers(self.decoder, self.text_config.num_hidden_layers)
+        self.info = TargetInfo(
+            name=name,
+            revision=revision,
+            model_type=self.text_config.model_type,
+            hidden_size=self.text_config.hidden_size,
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            num_tokens=len(tokenizer) if tokenizer is not None else self.text_config.vocab_size,
+            num_layers=self.text_config.num_hidden_layers,
+            text_config=_plain_config(self.text_config),
+        )
+        self._cache_kwarg = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        self._windows = _windows(self.text_config)
+        self.frozen = self._references()
+        if mode is None:
+            from headway.inference.probe import probe
+
+            mode, self.mode_reason = probe(self)
+        else:
+            self.mode_reason = "set by the caller"
+        self.mode = mode
+
+    @staticmethod
+    def load(
+        name: str | Path,
+        *,
+        dtype: str | torch.dtype = "float32",
+        device: str = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """Return the target named by a hub id, a folder or a .gguf file.
+
+        Raises HeadwayError when it cannot be found or the dtype is unknown.
+        """
+        name = str(name)
+        torch_dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if torch_dtype is None:
+            raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}")
+        source, extra = _source(name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch_dtype, revision=revision, trust_remote_code=trust_remote_code, **extra
+            )
+        except (OSError, ValueError, ImportError) as e:
+            first = str(e).strip().splitlines()[0]
+            raise HeadwayError(f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file") from e
+        tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+        commit = getattr(model.config, "_commit_hash", None)
+        target = Target(model.to(device), tokenizer, name, commit)
+        if target.mode != "tree":
+            print(f"headway: {name} runs in {target.mode} mode: {target.mode_reason}", file=sys.stderr)
+        return target
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's floating dtype."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter lives."""
+        return self.model.device
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer, from the generation config, else the config, else the tokenizer."""
+        for owner in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
+            ids = getattr(owner, "eos_token_id", None)
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+        return ()
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context the model was configured for."""
+        return int(getattr(self.text_config, "max_position_embeddings", None) or 2**31)
+
+    def new_cache(self, rows: int, capacity: int = 256) -> SlotCache:
+        """Return an empty cache for `rows` rows."""
+        return SlotCache(self.info.num_layers, rows, capacity)
+
+    def tap_width(self, taps: Sequence[Tap]) -> int:
+        """Return F, the width of the concatenated features."""
+        return len(taps) * self.info.hidden_size
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_BN: Tensor,
+        position_BN: Tensor,
+        ancestor_BNN: Tensor,
+        cache: SlotCache,
+        *,
+        taps: Sequence[Tap] = (),
+        logits_to_keep: int = 0,
+    ) -> Output:
+        """Run N new tokens of each row; node n sees the row's committed tokens and the nodes m with ancestor_BNN[b, n, m].
+
+        Keys and values land in the slots after each row's committed ones; nothing is committed. `logits_to_keep` n > 0
+        gives the logits of the last n tokens only.
+        """
+        cache.place(token_BN.shape[1], token_BN.device)
+        mask = self._masks(position_BN, ancestor_BNN, cache)
+        kwargs: dict[str, Any] = {self._cache_kwarg: cache, "logits_to_keep": logits_to_keep}
+        with self._capture(taps) as captured, use_grouped(self.model):
+            out = self.model(
+                input_ids=token_BN,
+                attention_mask=mask,
+                position_ids=position_BN.clamp(max=self.max_positions - 1),
+                use_cache=True,
+                **kwargs,
+            )
+        return Output(out.logits, torch.cat(captured, dim=-1) if taps else None)
+
+    @torch.no_grad()
+    def features(self, token_BT: Tensor, length_B: Tensor, taps: Sequence[Tap]) -> tuple[Tensor, Tensor]:
+        """Return the taps' features [B, T, F] and the feature after the final norm [B, T, D] of right-padded rows.
+
+        Entries on padding are meaningless. Used for training: no cache, no logits.
+        """
+        valid_BT = torch.arange(token_BT.shape[1], device=token_BT.device) < length_B[:, None]
+        with self._capture([*taps, "last"]) as captured:
+            self.decoder(input_ids=token_BT, attention_mask=valid_BT.long(), use_cache=False)
+        return torch.cat(captured[:-1], dim=-1), captured[-1]
+
+    def _references(self) -> Frozen:
+        embedding, out = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        scale, softcap = _logit_transform(self.text_config)
+        embed_scale = _body_embed_scale(self.text_config)
+
+        def embed(ids: Tensor) -> Tensor:
+            return embedding(ids) * embed_scale if embed_scale != 1.0 else embedding(ids)
+
+        def logits(last: Tensor, rows: Tensor | None = None) -> Tensor:
+            weight = out.weight if rows is None else out.weight[rows]
+            bias = getattr(out, "bias", None)
+            bias = bias if bias is None or rows is None else bias[rows]
+            value = nn.functional.linear(last, weight, bias) * scale
+            return torch.tanh(value / softcap) * softcap if softcap else value
+
+        return Frozen(
+            info=self.info,
+            embed=embed,
+            logits=logits,
+            lm_head_weight=lambda: out.weight,
+            layer_weights=lambda i: dict(self.layers[i].state_dict()),
+        )
+
+    def _masks(self, position_BN: Tensor, ancestor_BNN: Tensor, cache: SlotCache) -> Tensor | dict[str, Tensor]:
+        """Return the additive mask [B, 1, N, S], or one per layer type where the model mixes windows."""
+        N, S, device = position_BN.shape[1], cache.used, position_BN.device
+        length_B = torch.tensor(cache.length, device=device)
+        # Slot s of row b is committed (negative) or holds new token relative_BS.
+        relative_BS = torch.arange(S, device=device) - length_B[:, None]
+        index_BS = relative_BS.clamp(0, N - 1)
+        new_BS = (relative_BS >= 0) & (relative_BS < N)
+        seen_BNS = ancestor_BNN.gather(2, index_BS[:, None].expand(-1, N, -1)) & new_BS[:, None]
+        seen_BNS = seen_BNS | (relative_BS < 0)[:, None]
+        lowest = torch.finfo(self.dtype).min
+        zero = torch.zeros((), dtype=self.dtype, device=device)
+
+        def additive(window: int | None) -> Tensor:
+            seen = seen_BNS
+            if window is not None and S > window:
+                # A window counts positions, not slots: a tree node's slot runs ahead of its position.
+                key_position_BS = torch.where(new_BS, position_BN.gather(1, index_BS), torch.arange(S, device=device))
+                seen = seen & (key_position_BS[:, None] > position_BN[:, :, None] - window)
+            return torch.where(seen, zero, lowest)[:, None]
+
+        if len(self._windows) == 1:
+            return additive(next(iter(self._windows.values())))
+        return {layer_type: additive(window) for layer_type, window in self._windows.items()}
+
+    @contextmanager
+    def _capture(self, taps: Sequence[Tap]) -> Iterator[list[Tensor]]:
+        """Inside the block, a forward fills the list with the taps' outputs, in tap order."""
+        captured: list[Any] = [None] * len(taps)
+
+        def keep(i: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                captured[i] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        handles = [
+            (self.decoder if tap == "last" else self.layers[tap]).register_forward_hook(keep(i))
+            for i, tap in enumerate(taps)
+        ]
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def load_tokenizer(
+    name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a target without loading the model. Raises HeadwayError when there is none."""
+    source, extra = _source(str(name))
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code, **extra)
+    except (OSError, ValueError, ImportError, KeyError) as e:
+        first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise HeadwayError(f"cannot load a tokenizer from {str(name)!r}: {first} Give a hub id, a model folder or a .gguf file") from e
+
+
+def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
+    """Return what is known of a target from its config alone; no weights are read."""
+    source, extra = _source(str(name))
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config()
+    except (OSError, ValueError) as e:
+        raise HeadwayError(f"cannot read a model config from {str(name)!r}: {str(e).strip().splitlines()[0]}") from e
+    return TargetInfo(
+        name=str(name),
+        revision=getattr(config, "_commit_hash", None),
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_tokens=len(load_tokenizer(name, revision=revision)),
+        num_layers=config.num_hidden_layers,
+        text_config=_plain_config(config),
+    )
+
+
+def _source(name: str) -> tuple[str, dict[str, Any]]:
+    """Return what from_pretrained takes for a hub id, folder or .gguf file, after checking that a path exists."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise HeadwayError(f"no file {name!r}; give an existing .gguf file, a model folder or a hub id")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise HeadwayError(f"folder {name!r} has no config.json; give the folder of a transformers model")
+        return str(path), {}
+    if name.count("/") > 1 or name.startswith((".", "~", "/")):
+        raise HeadwayError(f"no folder {name!r}; give an existing model folder, a .gguf file or a hub id (owner/name)")
+    return name, {}
+
+
+def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
+    for child in decoder.children():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise HeadwayError(
+        f"no list of {num_layers} decoder layers in {type(decoder).__name__}; its features cannot be tapped, "
+        "use the model without a head"
+    )
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """Return the config as JSON-ready values; what is not plain data is left out."""
+    import json
+
+    def plain(value: Any) -> bool:
+        try:
+            json.dumps(value)
+        except TypeError:
+            return False
+        return True
+
+    return {k: v for k, v in config.to_dict().items() if plain(v)}
+
+
+def _windows(config: Any) -> dict[str, int | None]:
+    """Return the attention window of each layer type; one entry when the whole model shares one mask."""
+    types = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    # A `layer_types` of one kind is still passed as a single mask: models that mix kinds take a dict, all take a tensor.
+    if len(types) > 1:
+        sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+        return {t: sizes.get(t) for t in sorted(types)}
+    if types == {"full_attention"} or getattr(config, "use_sliding_window", True) is False:
+        return {"all": None}
+    return {"all": window}
+
+
+def _logit_transform(config: Any) -> tuple[float, float | None]:
+    """Return (scale, softcap) that the model applies to lm_head's output."""
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / config.logits_scaling
+    elif getattr(config, "logit_scale", None):
+        scale = float(config.logit_scale)
+    elif getattr(config, "lm_head_multiplier", None):
+        scale = float(config.lm_head_multiplier)
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def _body_embed_scale(config: Any) -> float:
+    """Return the factor that the model's body, not its embedding module, applies to embeddings."""
+    if getattr(config, "embedding_multiplier", None):
+        return float(config.embedding_multiplier)
+    return 1.0
