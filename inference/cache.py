@@ -94,7 +94,7 @@ class SlotCache(Cache):
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens of a layer; return all keys and values up to the highest slot in use, [B, H, S, d]."""
         stack, index = self.view[layer]
-        k, v = self.stacks[stack][0][index], self.stacks[stack][1][index]
+        k, v = self.stacks[stack][0][index, : self.rows], self.stacks[stack][1][index, : self.rows]
         if self._start is not None:
             end = self._start + key.shape[2]
             k[:, :, self._start : end] = key
@@ -119,22 +119,39 @@ class SlotCache(Cache):
         for b, path in enumerate(kept):
             self.length[b] += len(path)
 
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order."""
-        index = torch.tensor(rows, device=self.stacks[0][0].device)
-        self.stacks = [(k.index_select(1, index), v.index_select(1, index)) for k, v in self.stacks]
-        self.length = [self.length[b] for b in rows]
-        self.rows = len(rows)
-
-    def put_row(self, row: int, other: SlotCache, other_row: int) -> None:
-        """Overwrite a row with a row of another cache (of the same model)."""
-        size = other.length[other_row]
+    def append_row(self, other: SlotCache) -> None:
+        """Take the single row of another cache of the same model as the new last row."""
+        size = other.length[0]
+        if not self.stacks:
+            raise AssertionError("a cache takes rows after its first forward")
+        if self.rows == self.stacks[0][0].shape[1]:
+            self._reserve(max(2 * self.rows, 4))
         if size > self.capacity:
             self._grow(size)
         for (k, v), (ok, ov) in zip(self.stacks, other.stacks, strict=True):
-            k[:, row, :, :size] = ok[:, other_row, :, :size]
-            v[:, row, :, :size] = ov[:, other_row, :, :size]
-        self.length[row] = size
+            k[:, self.rows, :, :size] = ok[:, 0, :, :size]
+            v[:, self.rows, :, :size] = ov[:, 0, :, :size]
+        self.length.append(size)
+        self.rows += 1
+
+    def remove_rows(self, rows: list[int]) -> None:
+        """Drop rows; those after them move up, in order."""
+        kept = [b for b in range(self.rows) if b not in rows]
+        longest = max((self.length[b] for b in kept), default=0)
+        for goal, source in enumerate(kept):
+            if goal != source:
+                for k, v in self.stacks:
+                    k[:, goal, :, :longest] = k[:, source, :, :longest]
+                    v[:, goal, :, :longest] = v[:, source, :, :longest]
+        self.length = [self.length[b] for b in kept]
+        self.rows = len(kept)
+
+    def _reserve(self, rows: int) -> None:
+        """Make room for `rows` rows."""
+        self.stacks = [
+            tuple(torch.cat([t, t.new_zeros(t.shape[0], rows - t.shape[1], *t.shape[2:])], 1) for t in stack)  # type: ignore[misc]
+            for stack in self.stacks
+        ]
 
     def _grow(self, needed: int) -> None:
         capacity = max(2 * self.capacity, needed)

@@ -1,0 +1,347 @@
+"""Decodes: the plain twin, one token per pass, and the loop that drafts, verifies and commits.
+
+Letters: B rows, T prompt positions, N tree nodes, F tap width, V vocabulary.
+
+A round, for every row at once:
+
+    draft    the head proposes a tree below the root (the newest committed token)
+    verify   the target runs root and tree in one pass
+    accept   a rule keeps a path and emits one more token
+    commit   the cache keeps the path; the head absorbs the new features; the last emitted token is the next root
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Context, Head, State
+from headway.inference.cache import SlotCache
+from headway.inference.draft import grow
+from headway.inference.sampling import Settings, choose, process
+from headway.inference.target import Target
+from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
+from headway.inference.verify import walk_exact, walk_greedy, walk_typical
+
+
+@dataclass
+class Request:
+    """One prompt to be answered."""
+
+    prompt_ids: list[int]
+    settings: Settings = field(default_factory=Settings)
+    id: Any = 0
+    key: int = 0
+    """With the seed, names this row's noise; two requests of one seed and key draw the same numbers."""
+
+
+@dataclass
+class Result:
+    """An answer, and what it took."""
+
+    id: Any
+    token_ids: list[int]
+    """The emitted tokens, the end token included when one was emitted."""
+    finish_reason: str
+    """`stop` (an end id), `stop_string`, `length` (max_new_tokens) or `context` (the target's positions ran out)."""
+    rounds: int
+    """Target passes after the prefill."""
+    accepted_per_round: list[int]
+    """Tokens emitted in each round, bonus included."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of emitted tokens."""
+        return len(self.token_ids)
+
+    @property
+    def accepted_length(self) -> float:
+        """Emitted tokens per target pass after the prefill (which emits the first token); 1 when there was none."""
+        return sum(self.accepted_per_round) / self.rounds if self.rounds else 1.0
+
+
+@dataclass
+class Times:
+    """Where the seconds of the rounds went."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+    rounds: int = 0
+    on: bool = True
+
+
+@torch.inference_mode()
+def plain(target: Target, prompt_ids: list[int], settings: Settings, key: int = 0) -> list[int]:
+    """Return the new tokens of one prompt, by one stock forward per token on the model's own cache.
+
+    The reference that everything else is compared with; it shares only the choice of a token with the fast path.
+    """
+    row = _Row(Request(prompt_ids, settings, key=key), target)
+    ids = torch.tensor([prompt_ids], device=target.device)
+    cache: Any = None
+    while True:
+        kwargs = {} if cache is None else {target._cache_kwarg: cache}
+        out = target.model(input_ids=ids, use_cache=True, logits_to_keep=1, **kwargs)
+        cache = out.past_key_values
+        score = process(out.logits[0, -1], settings, row.history)
+        row.emit([choose(score, settings, key, len(row.history))])
+        if row.finish_reason:
+            return row.emitted
+        ids = torch.tensor([row.emitted[-1:]], device=target.device)
+
+
+def generate(
+    target: Target,
+    requests: Iterable[Request],
+    *,
+    head: Head | None = None,
+    policy: Policy | None = None,
+    batch_size: int = 1,
+    on_tokens: Callable[[Request, list[int]], None] | None = None,
+    times: Times | None = None,
+) -> Iterator[Result]:
+    """Yield one Result per request, in the order they finish.
+
+    Up to `batch_size` rows run together; a row that ends makes room for the next request. Rows do not influence one
+    another. Without a head each round commits one token. `on_tokens` is called with each row's new tokens as they are
+    committed. `times`, if given, is filled.
+
+    Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
+    """
+    policy = OFF if head is None else (policy if policy is not None else default_policy(head))
+    if head is not None:
+        check_policy(policy, head.max_depth)
+    if target.mode == "plain":
+        yield from _plain_rows(target, requests, on_tokens)
+        return
+    if target.mode == "chain" and not policy.is_chain:
+        policy = chain(policy.depth)
+    batch = _Batch(target, head, policy, batch_size, on_tokens, times)
+    waiting = iter(requests)
+    exhausted = False
+    while True:
+        while not exhausted and batch.free:
+            request = next(waiting, None)
+            if request is None:
+                exhausted = True
+            else:
+                yield from batch.admit(request)
+        if not batch.rows:
+            return
+        yield from batch.round()
+
+
+def default_policy(head: Head) -> Policy:
+    """Return the tree used when none is asked for: a chain of what the head drafts, at most 3."""
+    return chain(min(3, head.max_depth or 3))
+
+
+def _plain_rows(
+    target: Target, requests: Iterable[Request], on_tokens: Callable[[Request, list[int]], None] | None
+) -> Iterator[Result]:
+    for request in requests:
+        row = _Row(request, target)
+        tokens = plain(target, request.prompt_ids, request.settings, request.key)
+        row.emit(tokens)
+        if on_tokens:
+            on_tokens(request, tokens)
+        yield Result(request.id, tokens, row.finish_reason or "length", len(tokens) - 1, [1] * (len(tokens) - 1))
+
+
+class _Row:
+    """A request under way: what it has emitted and whether it is done."""
+
+    def __init__(self, request: Request, target: Target) -> None:
+        self.request = request
+        self.settings = request.settings
+        self.emitted: list[int] = []
+        self.accepted: list[int] = []
+        self.finish_reason = ""
+        self.eos = frozenset(target.eos_ids if self.settings.eos_ids is None else self.settings.eos_ids)
+        self.tokenizer = target.tokenizer
+        self.history = list(request.prompt_ids)
+        size, limit = len(request.prompt_ids), target.max_positions
+        if size == 0:
+            raise HeadwayError("the prompt is empty; give at least one token")
+        if size >= limit:
+            raise HeadwayError(f"the prompt has {size} tokens, {target.info.name} takes {limit - 1} at most; shorten it")
+        if max(request.prompt_ids) >= target.info.vocab_size or min(request.prompt_ids) < 0:
+            raise HeadwayError(
+                f"the prompt has token id {max(request.prompt_ids)}, {target.info.name} has ids 0..{target.info.vocab_size - 1}; "
+                "was it made with another tokenizer?"
+            )
+        if self.settings.stop and self.tokenizer is None:
+            raise HeadwayError("stop strings need the target's tokenizer; load the target with one or drop `stop`")
+        self.budget = min(self.settings.max_new_tokens, limit - size)
+        self.by_length = "length" if self.budget == self.settings.max_new_tokens else "context"
+
+    def emit(self, tokens: list[int]) -> list[int]:
+        """Take tokens up to the one that ends the answer; return those taken."""
+        taken = []
+        for token in tokens:
+            taken.append(token)
+            self.emitted.append(token)
+            self.history.append(token)
+            if token in self.eos:
+                self.finish_reason = "stop"
+            elif self.settings.stop and self._ends_in_stop_string():
+                self.finish_reason = "stop_string"
+            elif len(self.emitted) == self.budget:
+                self.finish_reason = self.by_length
+            if self.finish_reason:
+                break
+        return taken
+
+    def _ends_in_stop_string(self) -> bool:
+        # A token is at least one byte as a rule, so the last characters come from at most that many tokens and a few more.
+        reach = max(len(s.encode()) for s in self.settings.stop) + 8
+        text = self.tokenizer.decode(self.emitted[-reach:], skip_special_tokens=False)  # type: ignore[union-attr]
+        before = self.tokenizer.decode(self.emitted[-reach:-1], skip_special_tokens=False)  # type: ignore[union-attr]
+        return any(s in text and s not in before for s in self.settings.stop)
+
+    def result(self) -> Result:
+        return Result(self.request.id, self.emitted, self.finish_reason, len(self.accepted), self.accepted)
+
+
+class _Batch:
+    """Rows in flight, their cache and the head's state; row b of each belongs to rows[b]."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: Head | None,
+        policy: Policy,
+        size: int,
+        on_tokens: Callable[[Request, list[int]], None] | None,
+        times: Times | None,
+    ) -> None:
+        self.target, self.head, self.policy, self.size = target, head, policy, size
+        self.on_tokens = on_tokens or (lambda request, tokens: None)
+        self.times = times or Times(on=False)
+        self.taps = head.config.taps if head is not None else ()
+        self.rows: list[_Row] = []
+        self.cache: SlotCache | None = None
+        self.state: State = None
+
+    @property
+    def free(self) -> bool:
+        return len(self.rows) < self.size
+
+    @torch.inference_mode()
+    def admit(self, request: Request) -> Iterator[Result]:
+        """Prefill a request and emit its first token; yield its result if that ends it."""
+        row, target = _Row(request, self.target), self.target
+        size = len(request.prompt_ids)
+        # Room for the answer, so that the cache rarely grows in flight.
+        cache = target.new_cache(1, capacity=size + min(row.budget, 512) + 64)
+        token_1T = torch.tensor([request.prompt_ids], device=target.device)
+        position_1T = torch.arange(size, device=target.device)[None]
+        causal = torch.ones(1, size, size, dtype=torch.bool, device=target.device).tril()
+        out = target.forward(token_1T, position_1T, causal, cache, taps=self.taps, logits_to_keep=1)
+        cache.commit([list(range(size))])
+        score = process(out.logits_BNV[0, -1], row.settings, row.history)
+        first = row.emit([choose(score, row.settings, request.key, size)])
+        self.on_tokens(request, first)
+        if row.finish_reason:
+            yield row.result()
+            return
+        state = None
+        if self.head is not None:
+            next_1T = torch.cat([token_1T[:, 1:], torch.tensor([first], device=target.device)], 1)
+            context = Context(out.tap_BNF, next_1T, position_1T, [size])  # type: ignore[arg-type]
+            state = self.head.start(context, None, 1)
+        self._join(row, cache, state)
+
+    def _join(self, row: _Row, cache: SlotCache, state: State) -> None:
+        if self.cache is None:
+            self.cache, self.state = cache, state
+        else:
+            self.cache.append_row(cache)
+            if self.head is not None:
+                self.state = self.head.join_rows(self.state, state)
+        self.rows.append(row)
+
+    @torch.inference_mode()
+    def round(self) -> Iterator[Result]:
+        """Draft, verify, accept, commit; yield the rows that ended."""
+        target, head, cache = self.target, self.head, self.cache
+        assert cache is not None
+        begin = perf_counter()
+        root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
+        if head is not None:
+            tree, self.state = grow(head, self.state, self.policy, root_B)
+        else:
+            tree = Tree.from_parents(root_B[:, None], [[-1]] * len(self.rows))
+        drafted = perf_counter()
+        start_B1 = torch.tensor(cache.length, device=target.device)[:, None]
+        out = target.forward(tree.token_BN, start_B1 + tree.depth_BN, tree.ancestor_BNN, cache, taps=self.taps)
+        verified = perf_counter()
+        paths, emitted = self._accept(tree, out.logits_BNV)
+        cache.commit(paths)
+        for row, tokens in zip(self.rows, emitted, strict=True):
+            tokens[:] = row.emit(tokens)
+            row.accepted.append(len(tokens))
+            self.on_tokens(row.request, tokens)
+        done = [b for b, row in enumerate(self.rows) if row.finish_reason]
+        yield_rows = [self.rows[b].result() for b in done]
+        absorb = 0.0
+        if head is not None and len(done) < len(self.rows):
+            before = perf_counter()
+            self._absorb(paths, emitted, out.tap_BNF, start_B1)  # type: ignore[arg-type]
+            absorb = perf_counter() - before
+        if done:
+            self._drop(done)
+        times = self.times
+        times.draft += drafted - begin + absorb
+        times.verify += verified - drafted
+        times.other += perf_counter() - verified - absorb
+        times.rounds += 1
+        yield from yield_rows
+
+    def _accept(self, tree: Tree, logits_BNV: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        token_BN = tree.token_BN.tolist()
+        argmax_BN: list[list[int]] | None = None
+        paths, emitted = [], []
+        for b, row in enumerate(self.rows):
+            settings = row.settings
+            if settings.greedy and settings.repetition_penalty == 1.0:
+                if argmax_BN is None:
+                    argmax_BN = logits_BNV.argmax(-1).tolist()
+                path, tokens = walk_greedy(token_BN[b], tree.parents[b], argmax_BN[b])
+            else:
+                walk = walk_typical if settings.accept == "typical" and not settings.greedy else walk_exact
+                path, tokens = walk(
+                    token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history
+                )
+            paths.append(path)
+            emitted.append(tokens)
+        return paths, emitted
+
+    def _absorb(self, paths: list[list[int]], emitted: list[list[int]], tap_BNF: Tensor, start_B1: Tensor) -> None:
+        """Give the head the features of the committed nodes, each with the token after it."""
+        device = tap_BNF.device
+        count = [min(len(p), len(e)) for p, e in zip(paths, emitted, strict=True)]
+        width = max(count)
+        pad = [p[:c] + [0] * (width - c) for p, c in zip(paths, count, strict=True)]
+        path_BT = torch.tensor(pad, device=device)
+        next_BT = torch.tensor([e[:c] + [0] * (width - c) for e, c in zip(emitted, count, strict=True)], device=device)
+        tap_BTF = tap_BNF.gather(1, path_BT[:, :, None].expand(-1, -1, tap_BNF.shape[2]))
+        position_BT = start_B1 + torch.arange(width, device=device)
+        self.state = self.head.start(Context(tap_BTF, next_BT, position_BT, count), self.state, len(paths))  # type: ignore[union-attr]
+
+    def _drop(self, done: list[int]) -> None:
+        kept = [b for b in range(len(self.rows)) if b not in done]
+        self.rows = [self.rows[b] for b in kept]
+        if not kept:
+            self.cache, self.state = None, None
+            return
+        self.cache.remove_rows(done)  # type: ignore[union-attr]
+        if self.head is not None:
+            self.state = self.head.select_rows(self.state, torch.tensor(kept, device=self.target.device))

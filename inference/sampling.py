@@ -1,0 +1,146 @@
+"""What a target's logits become before a token is chosen, and the noise that chooses it.
+
+Letters: V vocabulary, M rows of logits.
+
+A token is chosen by Gumbel-max: argmax of processed log-probabilities plus noise. The noise is a function of (seed, row
+key, position, token id) alone, so it does not matter how the logits came about: a run with a head, with another head or
+with none draws the same numbers, and its tokens are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headway.heads.common.errors import HeadwayError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How one request is to be answered."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Applied to every token of the history, prompt included, as transformers does; each tree node has its own history."""
+    seed: int = 0
+    accept: Literal["exact", "typical"] = "exact"
+    """`exact` gives what the target alone would have written; `typical` is faster and lossy."""
+    epsilon: float = 0.09
+    delta: float = 0.3
+    eos_ids: tuple[int, ...] | None = None
+    """Ids that end the answer; None takes the target's, () ignores them."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer, wherever they fall inside tokens."""
+
+    def __post_init__(self) -> None:
+        bounds = [
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is off"),
+            ("accept", self.accept in ("exact", "typical"), "exact or typical"),
+            ("stop", all(self.stop), "strings that are not empty"),
+        ]
+        for name, fits, allowed in bounds:
+            if not fits:
+                raise HeadwayError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0
+
+
+def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:
+    """Return fp32 scores [V] after penalty, temperature, top-k, top-p and min-p, in transformers' order.
+
+    Excluded tokens are -inf. `history` is every token before the one to be chosen, prompt included.
+    """
+    score = logits_V.float()
+    if settings.repetition_penalty != 1.0 and history:
+        seen = torch.tensor(sorted(set(history)), device=score.device)
+        value = score[seen]
+        score = score.clone()
+        score[seen] = torch.where(value < 0, value * settings.repetition_penalty, value / settings.repetition_penalty)
+    if settings.greedy:
+        return score
+    score = score / settings.temperature
+    if 0 < settings.top_k < score.shape[-1]:
+        floor = score.topk(settings.top_k).values[-1]
+        score = score.masked_fill(score < floor, -torch.inf)
+    if settings.top_p < 1.0:
+        score = _top_p(score, settings.top_p)
+    if settings.min_p > 0:
+        probability = score.softmax(-1)
+        score = score.masked_fill(probability < settings.min_p * probability.max(), -torch.inf)
+    return score
+
+
+def _top_p(score_V: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens whose probability reaches top_p; at least one."""
+    size = score_V.shape[-1]
+    total = torch.logsumexp(score_V, -1)
+    # The kept set is small as a rule: look at the 1024 best before sorting a whole vocabulary.
+    for head in (1024, size):
+        value, index = score_V.topk(min(head, size))
+        cumulative = (value - total).exp().cumsum(-1)
+        if head >= size or cumulative[-1] >= top_p:
+            break
+    keep = cumulative - (value - total).exp() < top_p
+    keep[0] = True
+    out = torch.full_like(score_V, -torch.inf)
+    out[index[keep]] = value[keep]
+    return out
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def _mix64(x: int) -> int:
+    """Return a well-mixed 64-bit word (the splitmix64 finaliser)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def gumbel(seed: int, key: int, position: int, ids: Tensor) -> Tensor:
+    """Return Gumbel noise, float64, for token ids `ids`: a function of its arguments alone, on any device."""
+    word = _mix64(_mix64(_mix64(seed & _MASK64) ^ (key & _MASK64)) ^ position)
+    low, high = word & 0xFFFFFFFF, word >> 32
+    # A 32-bit integer hash (two multiply-xorshift rounds, keyed twice), held in int64 so that it wraps the same everywhere.
+    x = (ids.long() * 0x9E3779B1 + low) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = (((x ^ (x >> 15)) + high) * 0x846CA68B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    uniform = (x.double() + 0.5) / 4294967296.0
+    return -torch.log(-torch.log(uniform))
+
+
+def choose(score_V: Tensor, settings: Settings, key: int, position: int) -> int:
+    """Return the token chosen from processed scores for the sequence position `position`."""
+    if settings.greedy:
+        return int(score_V.argmax())
+    if settings.top_k or settings.top_p < 1.0 or settings.min_p > 0:
+        ids = torch.isfinite(score_V).nonzero()[:, 0]
+        return int(ids[(score_V[ids].double() + gumbel(settings.seed, key, position, ids)).argmax()])
+    ids = torch.arange(score_V.shape[-1], device=score_V.device)
+    return int((score_V.double() + gumbel(settings.seed, key, position, ids)).argmax())
+
+
+def typical_threshold(probability_V: Tensor, epsilon: float, delta: float) -> float:
+    """Return min(epsilon, delta * exp(-H)): a token of greater probability is accepted (Medusa, section 3.3)."""
+    entropy = float(-torch.special.xlogy(probability_V, probability_V).sum())
+    return min(epsilon, delta * torch.exp(torch.tensor(-entropy)).item())

@@ -1,0 +1,93 @@
+"""The acceptance rules: which path of a verified tree is kept, and the token that follows it.
+
+Letters: N nodes, V vocabulary.
+
+Each rule walks one row. It returns `path`, the accepted nodes with the root first, and `emitted`, the tokens committed:
+one per accepted node below the root, then the bonus token that the target chose after the last of them. So
+len(emitted) == len(path), and emitted[-1] is the next root.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headway.inference.sampling import Settings, choose, process, typical_threshold
+
+
+def children_of(parents: list[int]) -> list[list[int]]:
+    """Return each node's children, in node order."""
+    out: list[list[int]] = [[] for _ in parents]
+    for n, p in enumerate(parents):
+        if p >= 0:
+            out[p].append(n)
+    return out
+
+
+def walk_greedy(token_N: list[int], parents: list[int], argmax_N: list[int]) -> tuple[list[int], list[int]]:
+    """Follow the target's argmax from the root; exact for greedy decoding."""
+    by_parent = {(p, token_N[n]): n for n, p in reversed(list(enumerate(parents)))}
+    path, emitted = [0], [argmax_N[0]]
+    while (path[-1], emitted[-1]) in by_parent:
+        path.append(by_parent[path[-1], emitted[-1]])
+        emitted.append(argmax_N[path[-1]])
+    return path, emitted
+
+
+def walk_exact(
+    token_N: list[int],
+    parents: list[int],
+    logits_NV: Tensor,
+    settings: Settings,
+    key: int,
+    history: list[int],
+) -> tuple[list[int], list[int]]:
+    """Draw the target's token at each node; go to the child that carries it, or stop. Lossless for any tree.
+
+    The tree was chosen without looking at the noise, so each draw has exactly the target's distribution given its own
+    path. `history` ends with the root's token; the token drawn at a node of depth d has position len(history) + d.
+    """
+    by_parent = {(p, token_N[n]): n for n, p in reversed(list(enumerate(parents)))}
+    path: list[int] = [0]
+    emitted: list[int] = []
+    while True:
+        score = process(logits_NV[path[-1]], settings, history + emitted)
+        emitted.append(choose(score, settings, key, len(history) + len(emitted)))
+        child = by_parent.get((path[-1], emitted[-1]))
+        if child is None:
+            return path, emitted
+        path.append(child)
+
+
+def walk_typical(
+    token_N: list[int],
+    parents: list[int],
+    logits_NV: Tensor,
+    settings: Settings,
+    key: int,
+    history: list[int],
+) -> tuple[list[int], list[int]]:
+    """Accept a child whose probability exceeds min(epsilon, delta exp(-H)) at its parent; keep the longest accepted path,
+    the more probable of equals; then draw the next token there. Lossy: the output is not distributed as the target's.
+
+    Only drafted tokens are judged; the bonus token is always sampled.
+    """
+    children = children_of(parents)
+    best: tuple[int, float, list[int], list[int]] = (0, 0.0, [0], [])
+    stack = [best]
+    while stack:
+        depth, logp, path, tokens = stack.pop()
+        if (depth, logp) > best[:2]:
+            best = (depth, logp, path, tokens)
+        node = path[-1]
+        if not children[node]:
+            continue
+        probability = process(logits_NV[node], settings, history + tokens).softmax(-1)
+        threshold = typical_threshold(probability, settings.epsilon, settings.delta)
+        for child in children[node]:
+            p = float(probability[token_N[child]])
+            if p > threshold:
+                step = float(probability[token_N[child]].log())
+                stack.append((depth + 1, logp + step, [*path, child], [*tokens, token_N[child]]))
+    _, _, path, tokens = best
+    score = process(logits_NV[path[-1]], settings, history + tokens)
+    return path, [*tokens, choose(score, settings, key, len(history) + len(tokens))]
