@@ -245,7 +245,7 @@ class _Batch:
         position_1T = torch.arange(size, device=target.device)[None]
         causal = torch.ones(1, size, size, dtype=torch.bool, device=target.device).tril()
         out = target.forward(token_1T, position_1T, causal, cache, taps=self.taps, logits_to_keep=1)
-        cache.commit([list(range(size))])
+        cache.slots.commit([list(range(size))])
         score = process(out.logits_BNV[0, -1], row.settings, row.history)
         first = row.emit([choose(score, row.settings, request.key, size)])
         self.on_tokens(request, first)
@@ -263,7 +263,7 @@ class _Batch:
         if self.cache is None:
             self.cache, self.state = cache, state
         else:
-            self.cache.append_row(cache)
+            self.cache.slots.append_row(cache.slots)
             if self.head is not None:
                 self.state = self.head.join_rows(self.state, state)
         self.rows.append(row)
@@ -280,11 +280,11 @@ class _Batch:
         else:
             tree = Tree.from_parents(root_B[:, None], [[-1]] * len(self.rows))
         drafted = perf_counter()
-        start_B1 = torch.tensor(cache.length, device=target.device)[:, None]
+        start_B1 = torch.tensor(cache.slots.length, device=target.device)[:, None]
         out = target.forward(tree.token_BN, start_B1 + tree.depth_BN, tree.ancestor_BNN, cache, taps=self.taps)
         verified = perf_counter()
         paths, emitted = self._accept(tree, out.logits_BNV)
-        cache.commit(paths)
+        cache.slots.commit(paths)
         for row, tokens in zip(self.rows, emitted, strict=True):
             tokens[:] = row.emit(tokens)
             row.accepted.append(len(tokens))
@@ -342,6 +342,6 @@ class _Batch:
         if not kept:
             self.cache, self.state = None, None
             return
-        self.cache.remove_rows(done)  # type: ignore[union-attr]
+        self.cache.slots.remove_rows(done)  # type: ignore[union-attr]
         if self.head is not None:
-            self.state = self.head.select_rows(self.state, torch.tensor(kept, device=self.target.device))
+            self.state = self.head.select_rows(self.state, kept)

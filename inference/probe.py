@@ -55,7 +55,7 @@ def _error(target: Target, prefix: list[int], nodes: list[int], parents: list[in
     size = len(prefix)
     causal = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
     target.forward(torch.tensor([prefix], device=device), torch.arange(size, device=device)[None], causal, cache)
-    cache.commit([list(range(size))])
+    cache.slots.commit([list(range(size))])
     got = target.forward(tree.token_BN, tree.depth_BN + size, tree.ancestor_BNN, cache).logits_BNV[0].float()
     worst = 0.0
     for n in range(len(nodes)):

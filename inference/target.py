@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frozen, Tap, TargetInfo
+from headway.heads.common.slots import seen_slots
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
 
@@ -154,7 +155,7 @@ class Target:
         Keys and values land in the slots after each row's committed ones; nothing is committed. `logits_to_keep` n > 0
         gives the logits of the last n tokens only.
         """
-        cache.place(token_BN.shape[1], token_BN.device)
+        cache.slots.place(token_BN.shape[1], token_BN.device)
         mask = self._masks(position_BN, ancestor_BNN, cache)
         kwargs: dict[str, Any] = {self._cache_kwarg: cache, "logits_to_keep": logits_to_keep}
         with self._capture(taps) as captured, use_grouped(self.model):
@@ -199,18 +200,15 @@ class Target:
             logits=logits,
             lm_head_weight=lambda: out.weight,
             layer_weights=lambda i: dict(self.layers[i].state_dict()),
+            final_norm=lambda: getattr(getattr(self.decoder, "norm", None), "weight", None),
         )
 
     def _masks(self, position_BN: Tensor, ancestor_BNN: Tensor, cache: SlotCache) -> Tensor | dict[str, Tensor]:
         """Return the additive mask [B, 1, N, S], or one per layer type where the model mixes windows."""
-        N, S, device = position_BN.shape[1], cache.used, position_BN.device
-        length_B = torch.tensor(cache.length, device=device)
-        # Slot s of row b is committed (negative) or holds new token relative_BS.
-        relative_BS = torch.arange(S, device=device) - length_B[:, None]
-        index_BS = relative_BS.clamp(0, N - 1)
-        new_BS = (relative_BS >= 0) & (relative_BS < N)
-        seen_BNS = ancestor_BNN.gather(2, index_BS[:, None].expand(-1, N, -1)) & new_BS[:, None]
-        seen_BNS = seen_BNS | (relative_BS < 0)[:, None]
+        N, S, device = position_BN.shape[1], cache.slots.used, position_BN.device
+        relative_BS = cache.slots.relative(device)
+        index_BS, new_BS = relative_BS.clamp(0, N - 1), (relative_BS >= 0) & (relative_BS < N)
+        seen_BNS = seen_slots(relative_BS, ancestor_BNN)
         lowest = torch.finfo(self.dtype).min
         zero = torch.zeros((), dtype=self.dtype, device=device)
 

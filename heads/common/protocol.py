@@ -60,6 +60,8 @@ class Frozen:
     """The LM head's weight [V, D], for warm starts; never modified."""
     layer_weights: Callable[[int], dict[str, Tensor]] = field(default=lambda i: {})
     """State dict of decoder layer i, for warm starts; may be empty for an unknown layout."""
+    final_norm: Callable[[], Tensor | None] = field(default=lambda: None)
+    """Weight of the norm before the LM head [D], for warm starts; None for an unknown layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +148,10 @@ class Batch:
     """Features of the taps at each position, concatenated in tap order."""
     last_BTD: Tensor
     """The feature after the final norm, from which `Frozen.logits` makes the teacher's distribution."""
+    normaliser_BT: Tensor | None = None
+    """log-sum-exp of the target's logits at each position, or None to have the loss compute it (see losses.summarise)."""
+    argmax_BT: Tensor | None = None
+    """The target's argmax at each position, or None likewise."""
 
 
 @dataclass
@@ -205,8 +211,7 @@ class Head(nn.Module):
     def __init__(self, config: HeadConfig, frozen: Frozen) -> None:
         super().__init__()
         self.config = config
-        # object.__setattr__ semantics are not needed: Frozen is no Module, so nothing of the target is registered.
-        self.frozen = frozen
+        self.frozen = frozen  # no Module, so nothing of the target is registered
 
     @property
     def max_depth(self) -> int | None:
@@ -239,12 +244,12 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    def select_rows(self, state: State, rows: Tensor) -> State:
-        """Return the state of the given rows only, in that order (a row may not repeat)."""
+    def select_rows(self, state: State, kept: list[int]) -> State:
+        """Return the state of the given rows only (ascending); the others are gone."""
         raise NotImplementedError
 
     def join_rows(self, state: State, other: State) -> State:
-        """Return one state holding the rows of `state`, then those of `other`."""
+        """Return one state holding the rows of `state`, then the single row of `other`."""
         raise NotImplementedError
 
 
