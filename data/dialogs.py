@@ -1,0 +1,177 @@
+"""Dialogs: token ids with the spans the target emitted. A folder of `dialogs.jsonl`, `dropped.jsonl`, `manifest.json`.
+
+    token_ids:     p  p  p  a  a  e  q  q  b  b  e
+    spans:                  [3 .. 6)       [8 .. 11)       e is the end-of-turn token the target emitted
+    supervised():  .  .  .  x  x  x  .  .  x  x  x
+
+`dropped.jsonl` holds the ids that gave no dialog, with the reason, so that every id is done exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+from headway.data.jsonl import AppendLog, whole_lines
+from headway.data.manifest import FORMAT, read_json, require_same, write_json
+from headway.heads.common.errors import HeadwayError
+
+Finish = Literal["stop", "length", "given"]
+
+
+@dataclass
+class Dialog:
+    """One training row before features."""
+
+    id: str
+    token_ids: list[int]
+    spans: list[tuple[int, int]]
+    """Half-open ranges of positions whose tokens the target emitted, in order."""
+    finish: Finish
+    """How the last span ended: `stop` by its end-of-turn token, `length` without one, `given` not by the target."""
+
+    def supervised(self) -> list[bool]:
+        """Return, per position, whether predicting its token is a goal."""
+        flags = [False] * len(self.token_ids)
+        for start, end in self.spans:
+            flags[start:end] = [True] * (end - start)
+        return flags
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of `dialogs.jsonl`."""
+        return {
+            "id": self.id,
+            "token_ids": self.token_ids,
+            "spans": [list(span) for span in self.spans],
+            "finish": self.finish,
+        }
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Dialog:
+        """Return the dialog of a row. Raises ValueError when the row makes no sense."""
+        ids, spans = row.get("token_ids"), row.get("spans")
+        if not isinstance(row.get("id"), str) or row.get("finish") not in get_args(Finish):
+            raise ValueError("id or finish is missing or unknown")
+        if not isinstance(ids, list) or not all(type(t) is int and t >= 0 for t in ids):
+            raise ValueError("token_ids is not a list of ids")
+        if not isinstance(spans, list) or not all(isinstance(s, list) and len(s) == 2 for s in spans):
+            raise ValueError("spans is not a list of pairs")
+        at = 0
+        for start, end in spans:
+            if not at <= start < end <= len(ids):
+                raise ValueError(f"span [{start}, {end}) does not lie in order within {len(ids)} tokens")
+            at = end
+        return cls(row["id"], ids, [(start, end) for start, end in spans], row["finish"])
+
+
+class DialogWriter:
+    """Writes a dialogs folder, or continues one made with the same `identity`. Use as a context manager.
+
+    Raises HeadwayError on opening when the folder was made from anything else, naming the difference.
+    """
+
+    def __init__(self, folder: Path | str, identity: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
+        """`identity` must equal that of the folder to continue; `facts` are only recorded."""
+        self.folder = Path(folder)
+        self._manifest = {"format": FORMAT, "kind": "dialogs", **identity, **(facts or {})}
+        if (self.folder / "manifest.json").exists():
+            require_same(
+                read_json(self.folder / "manifest.json"), {"format": FORMAT, "kind": "dialogs", **identity}, self.folder
+            )
+        elif (self.folder / "dialogs.jsonl").exists():
+            raise HeadwayError(f"{self.folder} holds dialogs without a manifest; give another --out")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._log = AppendLog(self.folder / "dialogs.jsonl")
+        self._dropped = AppendLog(self.folder / "dropped.jsonl")
+        self.counts: Counter[str] = Counter()
+        """What the folder holds: dialogs, supervised tokens, dialogs by finish, and dropped ids by reason."""
+        self.done: dict[str, Dialog | None] = {}
+        """Every id that was dealt with: its dialog, or None where it was dropped."""
+        for dialog in _dialogs(self._log.path, self._log.rows):
+            self._count(dialog)
+        for row in self._dropped.rows:
+            self.done.setdefault(str(row["id"]), None)
+            self.counts[f"dropped: {row['reason']}"] += 1
+        self._write_manifest()
+
+    def add(self, dialog: Dialog) -> None:
+        """Append a dialog; its id must be new."""
+        assert dialog.id not in self.done, f"{dialog.id} is written already"
+        self._log.append(dialog.to_json())
+        self._count(dialog)
+
+    def drop(self, row_id: str, reason: str) -> None:
+        """Record that an id gives no dialog, and why."""
+        assert row_id not in self.done, f"{row_id} is written already"
+        self._dropped.append({"id": row_id, "reason": reason})
+        self.done[row_id] = None
+        self.counts[f"dropped: {reason}"] += 1
+
+    def close(self) -> None:
+        """Bring rows and manifest to the disk; safe to call twice."""
+        self._log.close()
+        self._dropped.close()
+        self._write_manifest()
+
+    def _count(self, dialog: Dialog) -> None:
+        self.done[dialog.id] = dialog
+        self.counts["dialogs"] += 1
+        self.counts["tokens"] += sum(end - start for start, end in dialog.spans)
+        self.counts[dialog.finish] += 1
+
+    def _write_manifest(self) -> None:
+        write_json(self.folder / "manifest.json", {**self._manifest, "counts": dict(self.counts)})
+
+    def __enter__(self) -> DialogWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def read_dialogs(folder: Path | str) -> list[Dialog]:
+    """Return the dialogs of a folder in the order they were written; a torn last line is left out.
+
+    Raises HeadwayError for a missing or empty folder, or a row that does not fit its manifest, naming the line.
+    """
+    folder = Path(folder)
+    vocab_size = read_manifest(folder).get("vocab_size")
+    rows, _ = whole_lines(folder / "dialogs.jsonl")
+    dialogs = _dialogs(folder / "dialogs.jsonl", rows)
+    if not dialogs:
+        raise HeadwayError(f"{folder} holds no dialogs; make some with `headway distill`")
+    for line, dialog in enumerate(dialogs, 1):
+        if vocab_size and max(dialog.token_ids) >= vocab_size:
+            raise HeadwayError(
+                f"{folder / 'dialogs.jsonl'} line {line} has token {max(dialog.token_ids)}, but the manifest says a "
+                f"vocabulary of {vocab_size}; make the folder again"
+            )
+    return dialogs
+
+
+def read_manifest(folder: Path | str) -> dict[str, Any]:
+    """Return the manifest of a dialogs folder. Raises HeadwayError when there is none or it is of another format."""
+    manifest = read_json(Path(folder) / "manifest.json")
+    if manifest.get("kind") != "dialogs" or manifest.get("format") != FORMAT:
+        raise HeadwayError(
+            f"{folder} is a {manifest.get('kind')!r} folder of format {manifest.get('format')!r}; this headway reads "
+            f"'dialogs' of format {FORMAT}"
+        )
+    return manifest
+
+
+def _dialogs(path: Path, rows: list[dict[str, Any]]) -> list[Dialog]:
+    dialogs, seen = [], set()
+    for line, row in enumerate(rows, 1):
+        try:
+            dialog = Dialog.from_json(row)
+        except (ValueError, TypeError) as error:
+            raise HeadwayError(f"{path} line {line}: {error}; delete that line, or make the folder again") from error
+        if dialog.id in seen:
+            raise HeadwayError(f"{path} line {line} repeats id {dialog.id!r}; delete one of the two lines")
+        seen.add(dialog.id)
+        dialogs.append(dialog)
+    return dialogs

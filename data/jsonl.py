@@ -1,0 +1,93 @@
+"""Append-only JSON lines that survive kill -9: written whole, and a torn last line is dropped on reopening."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from headway.heads.common.errors import HeadwayError
+
+
+class AppendLog:
+    """An open JSON-lines file; `rows` are the lines it held when opened.
+
+    Every line reaches the system at once and the disk every `sync_every` lines and on close.
+    """
+
+    def __init__(self, path: Path, sync_every: int = 16) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._sync_every = sync_every
+        self._unsynced = 0
+        self._file = path.open("ab")
+        _lock(self._file, path)
+        self.rows, whole = whole_lines(path)
+        # Appending starts after the last whole line, over whatever a crash left behind it.
+        self._file.truncate(whole)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one line."""
+        self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n")
+        self._file.flush()
+        self._unsynced += 1
+        if self._unsynced >= self._sync_every:
+            self.sync()
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        os.fsync(self._file.fileno())
+        self._unsynced = 0
+
+    def close(self) -> None:
+        """Sync and close; safe to call twice."""
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+    def __enter__(self) -> AppendLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Hold the file for this process until it is closed, where the system can."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise HeadwayError(f"{path} is being written by another process; wait for it, or give another --out") from None
+
+
+def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a log and the bytes they fill; a torn last line is left out. A missing file is empty.
+
+    Raises HeadwayError for a broken line that is not the last.
+    """
+    if not path.exists():
+        return [], 0
+    rows: list[dict[str, Any]] = []
+    whole = 0
+    torn: int | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if torn is not None:
+                raise HeadwayError(f"{path} line {torn} is broken; delete that line, or make the file again")
+            try:
+                row = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+                whole += len(line)
+            else:
+                torn = number
+    return rows, whole

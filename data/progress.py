@@ -1,0 +1,58 @@
+"""Progress on stderr: items, tokens per second, time left. One line, rewritten on a terminal, repeated elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+class Progress:
+    """Counts items and tokens and says how it goes."""
+
+    def __init__(self, what: str, total: int, *, seconds: float | None = None, show: bool = True) -> None:
+        """`total` items are still to be done; `seconds` is the time allowed, if it is limited."""
+        self.what, self.total, self.seconds, self.show = what, total, seconds, show
+        self.done = 0
+        self.tokens = 0
+        self._start = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._next = self._start + (0.0 if self._terminal else 5.0)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the time allowed is used up."""
+        return self.seconds is not None and self.elapsed >= self.seconds
+
+    def add(self, *, items: int = 0, tokens: int = 0) -> None:
+        """Count, and show the line when it is due."""
+        self.done += items
+        self.tokens += tokens
+        now = time.monotonic()
+        if self.show and now >= self._next:
+            self._next = now + (0.2 if self._terminal else 15.0)
+            start, end = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+            print(f"{start}{self}", end=end, file=sys.stderr, flush=True)
+
+    def close(self, last: str = "") -> None:
+        """Replace the line by `last`."""
+        if self.show:
+            print(f"{chr(13)}\x1b[K{last}" if self._terminal else last, file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        elapsed = max(self.elapsed, 1e-9)
+        left = [(self.total - self.done) * elapsed / self.done] if self.done else []
+        if self.seconds is not None:
+            left.append(max(0.0, self.seconds - elapsed))
+        eta = f", {_clock(min(left))} left" if left else ""
+        return f"{self.what} {self.done}/{self.total}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
