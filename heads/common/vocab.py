@@ -1,9 +1,9 @@
 """The draft vocabulary: which target ids a head can propose, and the two maps other runtimes read.
 
-    draft id d:      0   1   2   3   4   5
-    target id:       0   2   5   7   8   11        sorted
-    d2t[d]:          0   1   3   4   4   6         offsets: target id = d + d2t[d]
-    t2d[target id]:  whether the id is in the draft vocabulary
+draft id d:      0   1   2   3   4   5
+target id:       0   2   5   7   8   11        sorted
+d2t[d]:          0   1   3   4   4   6         offsets: target id = d + d2t[d]
+t2d[target id]:  whether the id is in the draft vocabulary
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""The README.md of a saved head: what it is, what it was trained on, how to run it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CARD = """---
+library_name: headway
+tags:
+- speculative-decoding
+- {family}{base}
+---
+
+# {title} head for {target}
+
+A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance the output
+is the target's own.
+
+| | |
+|---|---|
+| target | {target} |
+| target revision | {revision} |
+| target type | {model_type}, {num_layers} layers, hidden size {hidden_size}, vocabulary {vocab_size} |
+| taps | {taps} |
+| dtype of the weights | {dtype} |
+
+## Head
+
+{head}
+
+## Data
+
+{data}
+
+## Figures
+
+{metrics}
+
+## How to run
+
+```sh
+headway generate --target {target} --head FOLDER_OR_HUB_ID --prompt "Why is the sky blue?"
+```
+
+```python
+from headway import Request, Settings, Target, generate, load_head
+
+target = Target.load("{target}", dtype="bfloat16")
+head = load_head("FOLDER_OR_HUB_ID", target)
+ids = target.tokenizer("Why is the sky blue?").input_ids
+for result in generate(target, [Request(ids, Settings(max_new_tokens=128))], head=head):
+    print(target.tokenizer.decode(result.token_ids), result.accepted_length)
+```
+"""
+
+
+def model_card(config: dict[str, Any]) -> str:
+    """Return the card of a head from its config.json."""
+    target, head = config["target"], config["head"]
+    # The hub takes ids only: a local target is named in the text but is no base_model.
+    on_hub = target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
+    return CARD.format(
+        family=config["family"],
+        title=config["family"].upper() if len(config["family"]) < 4 else config["family"].capitalize(),
+        base=f"\nbase_model: {target['name']}" if on_hub else "",
+        target=target["name"],
+        revision=target["revision"] or "local files",
+        taps=", ".join(str(t) for t in head["taps"]),
+        dtype=config["dtype"],
+        head=_table({k: v for k, v in head.items() if k not in ("taps", "hidden_size", "vocab_size")}),
+        data=_table(config["data"]),
+        metrics=_table(config["metrics"]),
+        **{k: target[k] for k in ("model_type", "num_layers", "hidden_size", "vocab_size")},
+    )
+
+
+def _table(values: dict[str, Any]) -> str:
+    if not values:
+        return "Not recorded."
+    rows = [f"| {key} | {_cell(value)} |" for key, value in values.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
+        return ", ".join(_cell(v) for v in value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

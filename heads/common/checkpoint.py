@@ -1,0 +1,273 @@
+"""A head on disk: a folder of config.json, model.safetensors and README.md, written aside and renamed.
+
+config.json   format, family, dtype, head (the family's Config), target (TargetInfo), weights_of (fingerprint of the
+              target's weights), metrics, data
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headway.heads.common.card import model_card
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Frozen, Head, TargetInfo, find_family, module_dtype
+
+if TYPE_CHECKING:
+    from headway.inference.target import Target
+
+FORMAT = 1
+WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+
+
+def save_head(
+    head: Head,
+    folder: Path | str,
+    *,
+    target: TargetInfo,
+    metrics: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write a head as a folder and return its path; a head that was there is replaced only once the new one is whole.
+
+    `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the gathered
+    state under sharded training. Raises HeadwayError for a missing or empty tensor, or a folder that holds something else.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / WEIGHTS).is_file():
+        raise HeadwayError(f"{folder} is not empty and holds no head; give a new folder")
+    tensors = _whole(head.state_dict() if state_dict is None else state_dict, set(head.state_dict()))
+    config = {
+        "format": FORMAT,
+        "family": type(head).__module__.rsplit(".", 1)[-1],
+        "dtype": str(module_dtype(head)).removeprefix("torch."),
+        "head": head.config.to_json(),
+        "target": dataclasses.asdict(target),
+        "weights_of": fingerprint(head.frozen),
+        "metrics": metrics or {},
+        "data": data or {},
+    }
+    with written_aside(folder) as aside:
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        (aside / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (aside / CARD).write_text(model_card(config), encoding="utf-8")
+    return folder
+
+
+def load_head(
+    source: Path | str,
+    target: Target | Frozen,
+    *,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    other_target: bool = False,
+) -> Head:
+    """Return the head in a folder or hub repository, in eval mode on the target's device.
+
+    `dtype` None means the target's. A head is refused, naming both sides, for a target of another hidden size, vocabulary,
+    depth or model type, and for one of another name, unless its weights are those the head was trained on (a local copy);
+    `other_target` lets another name pass. Raises HeadwayError for all of that, and for files that are missing, truncated
+    or not exactly what the head needs.
+    """
+    frozen: Frozen = getattr(target, "frozen", target)
+    folder = _folder(source, revision)
+    saved = read_config(folder)
+    info = TargetInfo(**saved["target"])
+    _check_target(folder, info, frozen, saved.get("weights_of"), other_target)
+    config_class, head_class = find_family(saved["family"])
+    head = head_class(config_class.from_json(saved["head"]), frozen)
+    _fill(head, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    weight = frozen.lm_head_weight()
+    return head.to(device=weight.device, dtype=_dtype(dtype) or weight.dtype).eval()
+
+
+def read_config(source: Path | str, revision: str | None = None) -> dict[str, Any]:
+    """Return a head's config.json: format, family, dtype, head, target, metrics, data. Raises HeadwayError."""
+    path = _folder(source, revision) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HeadwayError(f"{path} does not exist; give a folder that `headway train` wrote, or a hub id") from None
+    except ValueError as e:
+        raise HeadwayError(f"{path} is no JSON ({e}); save or download the head again") from None
+    if not isinstance(config, dict) or not {"format", "family", "head", "target"} <= set(config):
+        raise HeadwayError(
+            f"{path} describes no head of headway; give a folder that `headway train` wrote, or a hub id"
+        )
+    if config["format"] != FORMAT:
+        raise HeadwayError(f"{path} has format {config['format']}, this headway reads {FORMAT}; upgrade headway")
+    return config
+
+
+def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: str | None = None) -> str:
+    """Upload a saved head to the hub, creating the repository where needed, and return its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    if not Path(folder).is_dir():
+        raise HeadwayError(f"no folder {str(folder)!r}; give a folder that `headway train` wrote")
+    read_config(folder)
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=[WEIGHTS, CONFIG, CARD])
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as e:
+        raise HeadwayError(
+            f"cannot push to {repo_id!r}: {_first_line(e)} Log in with `hf auth login`, or try later"
+        ) from e
+    return f"https://huggingface.co/{repo_id}"
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """Give an empty folder beside `folder`; on leaving without an error it takes that name, and what had it is removed."""
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    before = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for path in aside.iterdir():
+            _to_disk(path)
+        if folder.exists():
+            os.replace(folder, before)
+        os.replace(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        elif before.exists():
+            os.replace(before, folder)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises HeadwayError where it is missing or damaged."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise HeadwayError(f"{path} does not exist; save or download the head again") from None
+    except SafetensorError as e:
+        raise HeadwayError(
+            f"{path} is damaged or truncated ({_first_line(e)}); save or download the head again"
+        ) from None
+
+
+def fingerprint(frozen: Frozen) -> str:
+    """Return a short hash of samples of the target's weights, the same at any loading dtype of bf16 weights."""
+    samples = {"lm_head": frozen.lm_head_weight()[:: max(1, frozen.info.vocab_size // 64)]}
+    norm = frozen.final_norm()
+    if norm is not None:
+        samples["norm"] = norm
+    layer = frozen.layer_weights(frozen.info.num_layers - 1)
+    samples |= {name: weight[:2] for name, weight in layer.items() if weight.is_floating_point()}
+    digest = hashlib.sha256()
+    for name in sorted(samples):
+        sample = samples[name].detach().to("cpu", torch.bfloat16).contiguous()
+        digest.update(name.encode() + sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _whole(tensors: dict[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    """Return the tensors ready to be written. Raises HeadwayError unless all `names` are there and none is empty."""
+    for name in sorted(names | set(tensors)):
+        if name not in tensors or name not in names:
+            what = "is missing" if name not in tensors else "does not belong to the head"
+            raise HeadwayError(f"tensor {name!r} {what}, so the head was not saved; pass its whole state_dict")
+        if tensors[name].numel() == 0:
+            raise HeadwayError(
+                f"tensor {name!r} is empty, so the head was not saved; under sharded training pass "
+                "state_dict=accelerator.get_state_dict(head)"
+            )
+    # Clones: safetensors refuses tensors that share memory.
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def _fill(head: Head, tensors: dict[str, Tensor], path: Path) -> None:
+    expected = head.state_dict()
+    for name in sorted(set(expected) | set(tensors)):
+        if name not in tensors:
+            raise HeadwayError(f"{path} lacks tensor {name!r} of the head; save or download the head again")
+        if name not in expected:
+            raise HeadwayError(
+                f"{path} has tensor {name!r}, which the head in {CONFIG} has not; the files do not belong together"
+            )
+        if tensors[name].shape != expected[name].shape:
+            raise HeadwayError(
+                f"{path}: tensor {name!r} has shape {list(tensors[name].shape)}, the head in {CONFIG} needs "
+                f"{list(expected[name].shape)}; the files do not belong together"
+            )
+    head.load_state_dict(tensors, strict=True)
+
+
+def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: str | None, other_target: bool) -> None:
+    given = frozen.info
+    for name in ("model_type", "hidden_size", "vocab_size", "num_layers"):
+        want, have = getattr(saved, name), getattr(given, name)
+        if want != have:
+            raise HeadwayError(
+                f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} {have}; "
+                f"use it with {saved.name}, or train a head for {given.name}"
+            )
+    same_name = _plain_name(saved.name) == _plain_name(given.name)
+    if not (same_name or other_target or weights_of == fingerprint(frozen)):
+        raise HeadwayError(
+            f"head {folder} was trained for {saved.name}, target {given.name} has another name and other weights; use it "
+            f"with {saved.name}, train a head for {given.name}, or pass other_target=True to try it"
+        )
+
+
+def _plain_name(name: str) -> str:
+    """Return the last part of a hub id or path, as a model is called in both."""
+    return Path(name.rstrip("/")).name.lower().removesuffix(".gguf")
+
+
+def _folder(source: Path | str, revision: str | None) -> Path:
+    """Return the folder of a head, downloading it when `source` is a hub id."""
+    text = str(source)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if isinstance(source, Path) or text.count("/") != 1 or text.startswith((".", "~", "/")):
+        raise HeadwayError(f"no folder {text!r}; give a folder that `headway train` wrote, or a hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(text, revision=revision, allow_patterns=[WEIGHTS, CONFIG, CARD]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        raise HeadwayError(f"no folder {text!r}, and the hub gave no head of that id: {_first_line(e)}") from e
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    value = getattr(torch, short.get(dtype, dtype), None)
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise HeadwayError(f"unknown dtype {dtype!r}; allowed: float32, bfloat16, float16")
+    return value
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
