@@ -1,0 +1,54 @@
+# make venv | test | quality | demo | clean. Needs Python 3.10 or later and make; everything else goes into .venv.
+#
+#   PYTHON=python3.12             the interpreter the venv is made with
+#   TORCH='torch==2.13.0'         the torch to install (it goes in first, what follows keeps it)
+#   PIP_TORCH_ARGS='--index-url https://download.pytorch.org/whl/cu128'    where to take it from
+#   PYTEST_ARGS='-k checkpoint'   passed on by `make test`
+#   MINUTES=90                    the demo's budget: more minutes train better heads
+
+PYTHON ?= python3
+VENV ?= .venv
+MINUTES ?= 25
+PYTEST_ARGS ?=
+
+# A plain torch from PyPI brings several GB of CUDA on Linux. Without a GPU, take a small CPU build: one that pip
+# already finds, or else the one on PyTorch's own index, which sorts before PyPI's of the same version.
+GPU := $(shell command -v nvidia-smi 2>/dev/null)
+ifeq ($(shell uname -s)$(GPU),Linux)
+TORCH ?= torch==2.13.0
+PIP_TORCH_ARGS ?= --extra-index-url https://download.pytorch.org/whl/cpu --timeout 15 --retries 1
+else
+TORCH ?= torch>=2.6
+PIP_TORCH_ARGS ?=
+endif
+
+BIN := $(VENV)/bin
+OK := $(VENV)/.ok
+
+.PHONY: venv test quality demo clean
+
+venv: $(OK)
+
+$(OK): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "headway needs Python 3.10 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`; set PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(PIP_TORCH_ARGS) "$(TORCH)"
+	$(BIN)/pip install --quiet -e ".[dev,demo,plot]"
+	@$(BIN)/python -c 'import torch; print("torch", torch.__version__)'
+	@touch $@
+
+test: $(OK)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quality: $(OK)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+demo: $(OK)
+	$(BIN)/python -m headway demo --minutes $(MINUTES)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
