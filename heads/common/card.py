@@ -15,8 +15,8 @@ tags:
 
 # {title} head for {target}
 
-A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance the output
-is the target's own.
+A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance
+the output is the target's own.
 
 | | |
 |---|---|

@@ -43,8 +43,9 @@ def save_head(
 ) -> Path:
     """Write a head as a folder and return its path; a head that was there is replaced only once the new one is whole.
 
-    `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the gathered
-    state under sharded training. Raises HeadwayError for a missing or empty tensor, or a folder that holds something else.
+    `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the
+    gathered state under sharded training. Raises HeadwayError for a missing or empty tensor, or a folder that holds
+    something else.
     """
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / WEIGHTS).is_file():
@@ -77,12 +78,12 @@ def load_head(
 ) -> Head:
     """Return the head in a folder or hub repository, in eval mode on the target's device.
 
-    `dtype` None means the target's. A head is refused, naming both sides, for a target of another hidden size, vocabulary,
-    depth or model type, and for one of another name, unless its weights are those the head was trained on (a local copy);
-    `other_target` lets another name pass. Raises HeadwayError for all of that, and for files that are missing, truncated
-    or not exactly what the head needs.
+    `dtype` None means the target's. A head is refused, naming both sides, for a target of another hidden size,
+    vocabulary, depth or model type, and for one of another name, unless its weights are those the head was trained on
+    (a local copy); `other_target` lets another name pass. Raises HeadwayError for all of that, and for files that are
+    missing, truncated or not exactly what the head needs.
     """
-    frozen: Frozen = getattr(target, "frozen", target)
+    frozen = target if isinstance(target, Frozen) else target.frozen
     folder = _folder(source, revision)
     saved = read_config(folder)
     info = TargetInfo(**saved["target"])
@@ -133,7 +134,7 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """Give an empty folder beside `folder`; on leaving without an error it takes that name, and what had it is removed."""
+    """Give an empty folder beside `folder`; on leaving without an error it takes that name and what had it is removed."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -145,14 +146,14 @@ def written_aside(folder: Path) -> Iterator[Path]:
         for path in aside.iterdir():
             _to_disk(path)
         if folder.exists():
-            os.replace(folder, before)
-        os.replace(aside, folder)
+            folder.replace(before)
+        aside.replace(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(before, ignore_errors=True)
         elif before.exists():
-            os.replace(before, folder)
+            before.replace(folder)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -220,14 +221,14 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
         want, have = getattr(saved, name), getattr(given, name)
         if want != have:
             raise HeadwayError(
-                f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} {have}; "
-                f"use it with {saved.name}, or train a head for {given.name}"
+                f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} "
+                f"{have}; use it with {saved.name}, or train a head for {given.name}"
             )
     same_name = _plain_name(saved.name) == _plain_name(given.name)
     if not (same_name or other_target or weights_of == fingerprint(frozen)):
         raise HeadwayError(
-            f"head {folder} was trained for {saved.name}, target {given.name} has another name and other weights; use it "
-            f"with {saved.name}, train a head for {given.name}, or pass other_target=True to try it"
+            f"head {folder} was trained for {saved.name}, target {given.name} has another name and other weights; "
+            f"use it with {saved.name}, train a head for {given.name}, or pass other_target=True to try it"
         )
 
 

@@ -19,17 +19,19 @@ from headway.heads.common.errors import HeadwayError
 def choose_draft_vocab(counts: Tensor, size: int, num_tokens: int, always_keep: Iterable[int] = ()) -> Tensor:
     """Return `size` sorted target ids: `always_keep`, then the most frequent; ties and unseen ids go by lowest id.
 
-    `counts[id]` says how often the target emitted an id. Ids from `num_tokens` on are padding rows of the LM head and are
-    never chosen. Raises HeadwayError when there are not that many tokens, or more to keep than room.
+    `counts[id]` says how often the target emitted an id. Ids from `num_tokens` on are padding rows of the LM head and
+    are never chosen. Raises HeadwayError when there are not that many tokens, or more to keep than room.
     """
     kept = sorted({int(i) for i in always_keep if 0 <= int(i) < num_tokens})
     if size < 1 or size > num_tokens:
         raise HeadwayError(
-            f"draft_vocab_size is {size}, the tokenizer has {num_tokens} tokens; set head.draft_vocab_size to 1..{num_tokens}"
+            f"draft_vocab_size is {size}, the tokenizer has {num_tokens} tokens; "
+            f"set head.draft_vocab_size to 1..{num_tokens}"
         )
     if len(kept) > size:
         raise HeadwayError(
-            f"draft_vocab_size is {size}, but {len(kept)} ids must be kept; set head.draft_vocab_size to {len(kept)} or more"
+            f"draft_vocab_size is {size}, but {len(kept)} ids must be kept; "
+            f"set head.draft_vocab_size to {len(kept)} or more"
         )
     rank = torch.zeros(num_tokens, dtype=torch.int64)
     seen = counts[:num_tokens].to(torch.int64)

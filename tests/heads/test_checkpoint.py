@@ -37,7 +37,7 @@ def head_for(target: Frozen, seed: int = 1) -> Head:
     return head
 
 
-@pytest.fixture()
+@pytest.fixture
 def saved(tmp_path: Path) -> Path:
     target = frozen()
     metrics = {"accepted_length": 1.75, "agreement": [0.5, 0.25]}
