@@ -1,0 +1,36 @@
+"""What all tests share: no hub, few threads, and the real model where it can be had."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from headway.heads.common.errors import HeadwayError
+from headway.inference.embedded import FOLDER, smollm2
+
+ROOT = Path(__file__).resolve().parent.parent
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, kept under runs/ between runs; HEADWAY_TEST_MODEL names another."""
+    folder = Path(os.environ.get("HEADWAY_TEST_MODEL") or ROOT / FOLDER)
+    try:
+        return smollm2(folder)
+    except HeadwayError as e:
+        pytest.skip(f"the real model cannot be had: {e}")
+
+
+@pytest.fixture(autouse=True)
+def _real_needs_the_model(request: pytest.FixtureRequest) -> None:
+    """A test marked `real` asks for the model even when it does not name the fixture, and is skipped without it."""
+    if request.node.get_closest_marker("real"):
+        request.getfixturevalue("real_model")
