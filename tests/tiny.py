@@ -57,7 +57,7 @@ def build(seed: int = 0, attn: str = "eager", **changes: Any) -> PreTrainedModel
 
 
 def llama12(attn: str = "eager") -> PreTrainedModel:
-    """A llama of twelve layers; its greedy paths from short English prompts have clear winners (logit gaps above 1e-3)."""
+    """A llama of twelve layers; greedy paths from short prompts have clear winners (logit gaps above 1e-3)."""
     return build(4, attn, num_hidden_layers=12)
 
 
