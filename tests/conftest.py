@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,7 +17,8 @@ from headway.heads.common.errors import HeadwayError
 from headway.inference.embedded import FOLDER, smollm2
 
 ROOT = Path(__file__).resolve().parent.parent
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
+torch.set_num_threads(1)  # tiny models gain nothing from a second one
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +32,13 @@ def real_model() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _real_needs_the_model(request: pytest.FixtureRequest) -> None:
-    """A test marked `real` asks for the model even when it does not name the fixture, and is skipped without it."""
-    if request.node.get_closest_marker("real"):
-        request.getfixturevalue("real_model")
+def _real_needs_the_model(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test marked `real` gets the model, or is skipped, whether or not it names the fixture; and it gets more cores."""
+    if not request.node.get_closest_marker("real"):
+        yield
+        return
+    request.getfixturevalue("real_model")
+    few = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(few)
