@@ -33,7 +33,7 @@ def real_model() -> Path:
 
 @pytest.fixture(autouse=True)
 def _real_needs_the_model(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test marked `real` gets the model, or is skipped, whether or not it names the fixture; and it gets more cores."""
+    """A test marked `real` gets the model, or is skipped, even when it does not name the fixture; and more cores."""
     if not request.node.get_closest_marker("real"):
         yield
         return
