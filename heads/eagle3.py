@@ -184,7 +184,8 @@ class Head(BaseHead):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.set_draft_vocab(torch.arange(config.draft_vocab_size))
-        self.rotary = LlamaRotaryEmbedding(llama_config(config))
+        # Kept out of the module tree: a cast of the head to bf16 must not round the rotary frequencies.
+        self._rotary_of = (LlamaRotaryEmbedding(llama_config(config)),)
 
     @property
     def draft_vocab(self) -> Tensor | None:
@@ -230,7 +231,7 @@ class Head(BaseHead):
         return self.frozen.embed(ids).to(self.fc.weight.dtype)
 
     def _rotary(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        return self.rotary(like, position_BT)
+        return self._rotary_of[0].to(like.device)(like, position_BT)
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over steps s of decay^s times the mean cross-entropy to the target's distribution at t + 1 + s."""
@@ -315,8 +316,8 @@ class Head(BaseHead):
         return State(state.slots, state.newest_BD[kept])
 
     def join_rows(self, state: State, other: State) -> State:
-        """Append the single row of `other`."""
-        state.slots.append_row(other.slots)
+        """Append the rows of `other`."""
+        state.slots.append_rows(other.slots, list(range(other.slots.rows)))
         return State(state.slots, torch.cat([state.newest_BD, other.newest_BD]))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -87,9 +88,9 @@ def plain(target: Target, prompt_ids: list[int], settings: Settings, key: int = 
     ids = torch.tensor([prompt_ids], device=target.device)
     cache: Any = None
     while True:
-        kwargs = {} if cache is None else {target._cache_kwarg: cache}
+        kwargs = {} if cache is None else {target.cache_kwarg: cache}
         out = target.model(input_ids=ids, use_cache=True, logits_to_keep=1, **kwargs)
-        cache = out.past_key_values
+        cache = getattr(out, target.cache_kwarg)
         score = process(out.logits[0, -1], settings, row.history)
         row.emit([choose(score, settings, key, len(row.history))])
         if row.finish_reason:
@@ -125,17 +126,30 @@ def generate(
         policy = chain(policy.depth)
     batch = _Batch(target, head, policy, batch_size, on_tokens, times)
     waiting = iter(requests)
-    exhausted = False
     while True:
-        while not exhausted and batch.free:
-            request = next(waiting, None)
-            if request is None:
-                exhausted = True
-            else:
-                yield from batch.admit(request)
+        entering = list(islice(waiting, batch_size - len(batch.rows)))
+        for group in _same_length(entering):
+            yield from batch.admit(group)
         if not batch.rows:
-            return
+            if not entering:
+                return
+            continue
         yield from batch.round()
+
+
+PREFILL_TOKENS = 2048
+"""Most prompt tokens prefilled in one pass."""
+
+
+def _same_length(requests: list[Request]) -> Iterator[list[Request]]:
+    """Yield groups of requests whose prompts have one length, each small enough to prefill in one pass."""
+    by_length: dict[int, list[Request]] = {}
+    for request in requests:
+        by_length.setdefault(len(request.prompt_ids), []).append(request)
+    for size, group in by_length.items():
+        step = max(1, PREFILL_TOKENS // max(1, size))
+        for at in range(0, len(group), step):
+            yield group[at : at + step]
 
 
 def default_policy(head: Head) -> Policy:
@@ -230,43 +244,45 @@ class _Batch:
         self.cache: SlotCache | None = None
         self.state: State = None
 
-    @property
-    def free(self) -> bool:
-        return len(self.rows) < self.size
-
     @torch.inference_mode()
-    def admit(self, request: Request) -> Iterator[Result]:
-        """Prefill a request and emit its first token; yield its result if that ends it."""
-        row, target = _Row(request, self.target), self.target
-        size = len(request.prompt_ids)
-        # Room for the answer, so that the cache rarely grows in flight.
-        cache = target.new_cache(1, capacity=size + min(row.budget, 512) + 64)
-        token_1T = torch.tensor([request.prompt_ids], device=target.device)
-        position_1T = torch.arange(size, device=target.device)[None]
-        causal = torch.ones(1, size, size, dtype=torch.bool, device=target.device).tril()
-        out = target.forward(token_1T, position_1T, causal, cache, taps=self.taps, logits_to_keep=1)
-        cache.slots.commit([list(range(size))])
-        score = process(out.logits_BNV[0, -1], row.settings, row.history)
-        first = row.emit([choose(score, row.settings, request.key, size)])
-        self.on_tokens(request, first)
-        if row.finish_reason:
-            yield row.result()
-            return
-        state = None
-        if self.head is not None:
-            next_1T = torch.cat([token_1T[:, 1:], torch.tensor([first], device=target.device)], 1)
-            context = Context(out.tap_BNF, next_1T, position_1T, [size])  # type: ignore[arg-type]
-            state = self.head.start(context, None, 1)
-        self._join(row, cache, state)
+    def admit(self, requests: list[Request]) -> Iterator[Result]:
+        """Prefill requests of one prompt length and emit their first tokens; yield the results of those that end there."""
+        target, device = self.target, self.target.device
+        rows = [_Row(request, target) for request in requests]
+        size, count = len(requests[0].prompt_ids), len(rows)
+        # Room for the answers, so that the cache rarely grows in flight.
+        cache = target.new_cache(count, capacity=size + min(max(row.budget for row in rows), 512) + 64)
+        token_BT = torch.tensor([request.prompt_ids for request in requests], device=device)
+        position_BT = torch.arange(size, device=device).expand(count, -1)
+        causal = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(count, -1, -1)
+        out = target.forward(token_BT, position_BT, causal, cache, taps=self.taps, logits_to_keep=1)
+        cache.slots.commit([list(range(size))] * count)
+        first = []
+        for b, row in enumerate(rows):
+            score = process(out.logits_BNV[b, -1], row.settings, row.history)
+            first.append(row.emit([choose(score, row.settings, row.request.key, size)]))
+            self.on_tokens(row.request, first[-1])
+        staying = [b for b, row in enumerate(rows) if not row.finish_reason]
+        if staying:
+            state = None
+            if self.head is not None:
+                next_BT = torch.cat([token_BT[:, 1:], torch.tensor(first, device=device)], 1)
+                context = Context(out.tap_BNF, next_BT, position_BT, [size] * count)  # type: ignore[arg-type]
+                state = self.head.start(context, None, count)
+                if len(staying) < count:
+                    state = self.head.select_rows(state, staying)
+            self._join([rows[b] for b in staying], cache, staying, state)
+        yield from (row.result() for row in rows if row.finish_reason)
 
-    def _join(self, row: _Row, cache: SlotCache, state: State) -> None:
+    def _join(self, rows: list[_Row], cache: SlotCache, kept: list[int], state: State) -> None:
         if self.cache is None:
+            cache.slots.remove_rows([b for b in range(cache.slots.rows) if b not in kept])
             self.cache, self.state = cache, state
         else:
-            self.cache.slots.append_row(cache.slots)
+            self.cache.slots.append_rows(cache.slots, kept)
             if self.head is not None:
                 self.state = self.head.join_rows(self.state, state)
-        self.rows.append(row)
+        self.rows += rows
 
     @torch.inference_mode()
     def round(self) -> Iterator[Result]:

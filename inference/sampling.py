@@ -91,8 +91,8 @@ def _top_p(score_V: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most probable tokens whose probability reaches top_p; at least one."""
     size = score_V.shape[-1]
     total = torch.logsumexp(score_V, -1)
-    # The kept set is small as a rule: look at the 1024 best before sorting a whole vocabulary.
-    for head in (1024, size):
+    # The kept set is small as a rule: look at the best few before sorting a whole vocabulary.
+    for head in (64, 1024, size):
         value, index = score_V.topk(min(head, size))
         cumulative = (value - total).exp().cumsum(-1)
         if head >= size or cumulative[-1] >= top_p:

@@ -64,7 +64,7 @@ class Target:
             num_layers=self.text_config.num_hidden_layers,
             text_config=_plain_config(self.text_config),
         )
-        self._cache_kwarg = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        self.cache_kwarg = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         self._windows = _windows(self.text_config)
         self.frozen = self._references()
         if mode is None:
@@ -157,7 +157,7 @@ class Target:
         """
         cache.slots.place(token_BN.shape[1], token_BN.device)
         mask = self._masks(position_BN, ancestor_BNN, cache)
-        kwargs: dict[str, Any] = {self._cache_kwarg: cache, "logits_to_keep": logits_to_keep}
+        kwargs: dict[str, Any] = {self.cache_kwarg: cache, "logits_to_keep": logits_to_keep}
         with self._capture(taps) as captured, use_grouped(self.model):
             out = self.model(
                 input_ids=token_BN,

@@ -134,7 +134,7 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """Give an empty folder beside `folder`; on leaving without an error it takes that name and what had it is removed."""
+    """Give an empty folder beside `folder`; on leaving without error it takes that name and what had it is removed."""
     folder = folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")

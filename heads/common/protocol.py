@@ -249,7 +249,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def join_rows(self, state: State, other: State) -> State:
-        """Return one state holding the rows of `state`, then the single row of `other`."""
+        """Return one state holding the rows of `state`, then those of `other`."""
         raise NotImplementedError
 
 

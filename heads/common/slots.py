@@ -87,20 +87,20 @@ class Slots:
         for b, path in enumerate(kept):
             self.length[b] += len(path)
 
-    def append_row(self, other: Slots) -> None:
-        """Take the single row of another cache of the same model as the new last row."""
-        size = other.length[0]
-        if not self.stacks:
-            raise AssertionError("a cache takes rows after its first forward")
-        if self.rows == self.stacks[0][0].shape[1]:
-            self._reserve(max(2 * self.rows, 4))
-        if size > self.capacity:
-            self._grow(size)
-        for (k, v), (ok, ov) in zip(self.stacks, other.stacks, strict=True):
-            k[:, self.rows, :, :size] = ok[:, 0, :, :size]
-            v[:, self.rows, :, :size] = ov[:, 0, :, :size]
-        self.length.append(size)
-        self.rows += 1
+    def append_rows(self, other: Slots, rows: list[int]) -> None:
+        """Take rows of another cache of the same model as the new last rows, in that order."""
+        assert self.stacks, "a cache takes rows after its first forward"
+        if self.rows + len(rows) > self.stacks[0][0].shape[1]:
+            self._reserve(max(2 * self.rows, self.rows + len(rows)))
+        if max(other.length) > self.capacity:
+            self._grow(max(other.length))
+        for row in rows:
+            size = other.length[row]
+            for (k, v), (ok, ov) in zip(self.stacks, other.stacks, strict=True):
+                k[:, self.rows, :, :size] = ok[:, row, :, :size]
+                v[:, self.rows, :, :size] = ov[:, row, :, :size]
+            self.length.append(size)
+            self.rows += 1
 
     def remove_rows(self, rows: list[int]) -> None:
         """Drop rows; those after them move up, in order."""
