@@ -78,7 +78,9 @@ def _grow_dynamic(head: Head, state: State, policy: DynamicTree, root_B: Tensor)
     kept_BN = score_BC.topk(min(policy.nodes - 1, count), dim=-1).indices.sort(dim=-1).values
     parents_host = _renumber(kept_BN.tolist(), parent_BC.gather(1, kept_BN).tolist())
     token_BN = torch.cat([root_B[:, None], token_BC.gather(1, kept_BN)], 1)
-    return Tree.from_parents(token_BN, parents_host), state
+    tree = Tree.from_parents(token_BN, parents_host)
+    tree.score_BN = torch.cat([score_BC.new_zeros(B, 1), score_BC.gather(1, kept_BN)], 1)
+    return tree, state
 
 
 def _renumber(kept: list[list[int]], parent: list[list[int]]) -> list[list[int]]:

@@ -107,12 +107,13 @@ def generate(
     batch_size: int = 1,
     on_tokens: Callable[[Request, list[int]], None] | None = None,
     times: Times | None = None,
+    observe: Callable[[Tree, list[list[int]]], None] | None = None,
 ) -> Iterator[Result]:
     """Yield one Result per request, in the order they finish.
 
     Up to `batch_size` rows run together; a row that ends makes room for the next request. Rows do not influence one
     another. Without a head each round commits one token. `on_tokens` is called with each row's new tokens as they are
-    committed. `times`, if given, is filled.
+    committed. `times`, if given, is filled; `observe` is called with each round's tree and accepted paths.
 
     Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
     """
@@ -124,7 +125,7 @@ def generate(
         return
     if target.mode == "chain" and not policy.is_chain:
         policy = chain(policy.depth)
-    batch = _Batch(target, head, policy, batch_size, on_tokens, times)
+    batch = _Batch(target, head, policy, on_tokens, times, observe)
     waiting = iter(requests)
     while True:
         entering = list(islice(waiting, batch_size - len(batch.rows)))
@@ -232,11 +233,12 @@ class _Batch:
         target: Target,
         head: Head | None,
         policy: Policy,
-        size: int,
         on_tokens: Callable[[Request, list[int]], None] | None,
         times: Times | None,
+        observe: Callable[[Tree, list[list[int]]], None] | None,
     ) -> None:
-        self.target, self.head, self.policy, self.size = target, head, policy, size
+        self.target, self.head, self.policy = target, head, policy
+        self.observe = observe or (lambda tree, paths: None)
         self.on_tokens = on_tokens or (lambda request, tokens: None)
         self.times = times or Times(on=False)
         self.taps = head.config.taps if head is not None else ()
@@ -300,6 +302,7 @@ class _Batch:
         out = target.forward(tree.token_BN, start_B1 + tree.depth_BN, tree.ancestor_BNN, cache, taps=self.taps)
         verified = perf_counter()
         paths, emitted = self._accept(tree, out.logits_BNV)
+        self.observe(tree, paths)
         cache.slots.commit(paths)
         for row, tokens in zip(self.rows, emitted, strict=True):
             tokens[:] = row.emit(tokens)

@@ -25,6 +25,8 @@ class Tree:
     depth_BN: Tensor
     ancestor_BNN: Tensor
     """bool: ancestor_BNN[b, n, m] when m is n or an ancestor of n; what node n may attend to."""
+    score_BN: Tensor | None = None
+    """The head's cumulative log-probability of each node (the root has 0), where the policy ranks by it."""
 
     @staticmethod
     def from_parents(token_BN: Tensor, parents: list[list[int]]) -> Tree:

@@ -1,0 +1,201 @@
+"""Chooses the tree for this machine and this head, from measured costs and recorded acceptance.
+
+Letters: N nodes verified (root included), D draft depth.
+
+Three measurements: T(N), the target's pass over N tokens; C(D), the head's draft of depth D; and, on calibration prompts
+with one wide tree, where in the head's own ranking the accepted nodes stood. Because a tree of the N best nodes down to
+depth D is a part of the wide one, the recording tells the accepted length of every smaller tree at once. The tree of the
+highest (1 + accepted) / (T(N) + C(D)) is taken; a chain and no draft at all are among the candidates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Context, Head
+from headway.inference.draft import grow
+from headway.inference.generate import Request, Times, generate
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+from headway.inference.tree import OFF, DynamicTree, Policy, Tree, chain, parse_policy
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+FILE = "tree.json"
+
+
+@dataclass
+class Recording:
+    """Of each round: the rank of every accepted node in the head's ranking, in path order, and how many of them were
+    first choices from the root on."""
+
+    ranks: list[list[int]] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+
+    def observe(self, tree: Tree, paths: list[list[int]]) -> None:
+        """Take one round; the callback of `generate`."""
+        assert tree.score_BN is not None
+        rank_BN = tree.score_BN.argsort(dim=1, descending=True, stable=True).argsort(dim=1).tolist()
+        for b, path in enumerate(paths):
+            self.ranks.append([rank_BN[b][n] for n in path[1:]])
+            first = 0
+            for parent, node in zip(path, path[1:], strict=False):
+                if node != tree.parents[b].index(parent):
+                    break
+                first += 1
+            self.firsts.append(first)
+
+    def accepted(self, nodes: int, depth: int) -> float:
+        """Return the mean accepted nodes of the tree of the `nodes` best nodes (root included) down to `depth`."""
+        total = sum(sum(1 for r in ranks[:depth] if r < nodes) for ranks in self.ranks)
+        return total / max(1, len(self.ranks))
+
+    def accepted_chain(self, depth: int) -> float:
+        """Return the mean accepted nodes of a chain of `depth` first choices."""
+        return sum(min(f, depth) for f in self.firsts) / max(1, len(self.firsts))
+
+
+def tune(
+    target: Target,
+    head: Head,
+    prompts: list[list[int]],
+    *,
+    depth: int = 6,
+    top_k: int = 6,
+    max_new_tokens: int = 64,
+    context: int = 200,
+    repeats: int = 7,
+) -> dict[str, Any]:
+    """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it.
+
+    Times are medians in milliseconds at batch 1 with `context` cached tokens. Raises HeadwayError without prompts.
+    """
+    if not prompts:
+        raise HeadwayError("tuning needs at least one calibration prompt")
+    depth = min(depth, head.max_depth or depth)
+    wide = DynamicTree(depth=depth, top_k=top_k, nodes=max(WIDTHS))
+    recording, settings, times = Recording(), Settings(max_new_tokens=max_new_tokens), Times()
+    requests = [Request(ids, settings, id=i) for i, ids in enumerate(prompts)]
+    for _ in generate(target, requests, head=head, policy=wide, observe=recording.observe, times=times):
+        pass
+    verify = measure_verify(target, context, repeats, head)
+    tree_draft = {d: measure_draft(target, head, DynamicTree(d, top_k, wide.nodes), context, repeats) for d in range(1, depth + 1)}
+    chain_draft = {d: measure_draft(target, head, chain(d), context, repeats) for d in range(1, depth + 1)}
+    rest = 1e3 * times.other / max(1, times.rounds)
+    rows = [_candidate(OFF, 0.0, verify[1])]
+    for d in range(1, depth + 1):
+        rows.append(_candidate(chain(d), recording.accepted_chain(d), _at(verify, d + 1) + chain_draft[d] + rest))
+        for n in WIDTHS:
+            if n > d + 1:
+                cost = verify[n] + tree_draft[d] + rest
+                rows.append(_candidate(DynamicTree(d, top_k, n), recording.accepted(n, d), cost))
+    best = max(rows, key=lambda row: row["tokens_per_ms"])
+    return {
+        "policy": best["policy"],
+        "expected_accepted_length": best["accepted_length"],
+        "expected_ratio_vs_plain": round(best["tokens_per_ms"] * verify[1], 3),
+        "verify_ms": verify,
+        "draft_tree_ms": tree_draft,
+        "draft_chain_ms": chain_draft,
+        "rounds_recorded": len(recording.ranks),
+        "candidates": sorted(rows, key=lambda row: -row["tokens_per_ms"])[:12],
+    }
+
+
+def _candidate(policy: Policy, accepted: float, cost_ms: float) -> dict[str, Any]:
+    return {
+        "policy": policy.describe(),
+        "accepted_length": round(1 + accepted, 3),
+        "round_ms": round(cost_ms, 2),
+        "tokens_per_ms": (1 + accepted) / cost_ms,
+    }
+
+
+def _at(cost: dict[int, float], n: int) -> float:
+    """Return the cost of n nodes, interpolated between the measured widths."""
+    below = max(w for w in cost if w <= n)
+    above = min((w for w in cost if w >= n), default=below)
+    if above == below:
+        return cost[below]
+    return cost[below] + (cost[above] - cost[below]) * (n - below) / (above - below)
+
+
+@torch.inference_mode()
+def measure_verify(target: Target, context: int, repeats: int, head: Head | None = None) -> dict[int, float]:
+    """Return the median milliseconds of a target pass over N new tokens, for each of WIDTHS, after `context` tokens."""
+    cache = target.new_cache(1, context + max(WIDTHS) + 1)
+    taps = head.config.taps if head is not None else ()
+    _run(target, cache, context, taps)
+    cache.slots.commit([list(range(context))])
+    seconds: dict[int, list[float]] = {n: [] for n in WIDTHS}
+    for repeat in range(repeats + 1):
+        for n in WIDTHS:  # widths in turn, so that a slow spell of the machine falls on all of them
+            begin = perf_counter()
+            _run(target, cache, n, taps)
+            if repeat:
+                seconds[n].append(perf_counter() - begin)
+    return {n: 1e3 * median(s) for n, s in seconds.items()}
+
+
+def _run(target: Target, cache: Any, n: int, taps: Any) -> None:
+    token_1N = torch.arange(n, device=target.device)[None] % target.info.num_tokens
+    position_1N = cache.slots.length[0] + torch.arange(n, device=target.device)[None]
+    causal = torch.ones(1, n, n, dtype=torch.bool, device=target.device).tril()
+    target.forward(token_1N, position_1N, causal, cache, taps=taps).logits_BNV[0, 0, 0].item()
+
+
+@torch.inference_mode()
+def measure_draft(target: Target, head: Head, policy: Policy, context: int, repeats: int) -> float:
+    """Return the median milliseconds of absorbing two committed tokens and drafting a tree."""
+    device, dtype = target.device, target.dtype
+    width = target.tap_width(head.config.taps)
+
+    def absorb(state: Any, count: int, at: int) -> Any:
+        tap = torch.randn(1, count, width, device=device).to(dtype)
+        position = torch.arange(at, at + count, device=device)[None]
+        return head.start(Context(tap, torch.ones(1, count, dtype=torch.long, device=device), position, [count]), state, 1)
+
+    state = absorb(None, context, 0)
+    root = torch.ones(1, dtype=torch.long, device=device)
+    seconds = []
+    for repeat in range(repeats + 1):
+        begin = perf_counter()
+        state = absorb(state, 2, context + 2 * repeat)
+        tree, state = grow(head, state, policy, root)
+        tree.token_BN[0, 0].item()
+        seconds.append(perf_counter() - begin)
+    return 1e3 * median(seconds[1:])
+
+
+def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> None:
+    """Keep a tuning report beside a head, under this device and dtype; other entries stay."""
+    path = Path(folder) / FILE
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known[_key(str(target.dtype), str(target.device))] = report
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
+    """Return the tree tuned for this device and dtype, or None when there is none. Raises HeadwayError for a broken file."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        return None
+    try:
+        report = json.loads(path.read_text(encoding="utf-8")).get(_key(str(dtype), device))
+        return parse_policy(report["policy"]) if report else None
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
+        raise HeadwayError(f"{path} is broken ({type(e).__name__}: {e}); delete it and tune again, or give --tree") from e
+
+
+def _key(dtype: str, device: str) -> str:
+    return f"{device.split(':')[0]} {dtype.removeprefix('torch.')}"
