@@ -1,0 +1,91 @@
+"""Recipes: what is read, what is refused and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.heads.common.errors import HeadwayError
+from headway.train.config import load_recipe, make_config
+
+LEAST: dict[str, Any] = {"family": "medusa", "target": "t", "dialogs": "d", "out": "o", "max_steps": 3}
+
+
+def test_a_recipe_and_what_the_command_line_changes(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "# commands\nfamily: eagle3\ntarget: owner/model\ndialogs: runs/d\nout: runs/o\nepochs: 2\nlr: 1e-3\n"
+        "betas: [0.9, 0.99]\nhead:\n  steps: 3\n  taps: [0, 2, 3]\n"
+    )
+    config = load_recipe(path, ["lr=5e-4", "head.steps=5", "autocast=true", "max_seconds=60", "out=runs/1=2"])
+    assert (config.family, config.epochs, config.lr, config.autocast) == ("eagle3", 2.0, 5e-4, True)
+    assert config.max_seconds == 60.0
+    assert config.betas == (0.9, 0.99)
+    assert config.head == {"steps": 5, "taps": (0, 2, 3)}
+    assert config.out == "runs/1=2"
+    assert config.to_json()["betas"] == [0.9, 0.99]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"learning": 1}, "unknown key learning; "),
+        ({"warmups": 1}, "unknown key warmups; did you mean warmup?"),
+        ({"head.num_head": 2}, "unknown key head.num_head; did you mean head.num_heads?"),
+        ({"lr": "fast"}, "lr is 'fast' (str); it must be a number"),
+        ({"max_steps": 2.5}, "max_steps is 2.5 (float); it must be a whole number or null"),
+        ({"autocast": 1}, "autocast is 1 (int); it must be true or false"),
+        ({"seed": True}, "seed is True (bool); it must be a whole number"),
+        ({"cache": "ram"}, "cache is 'ram' (str); it must be one of auto, memory, disk, off"),
+        ({"betas": [0.9]}, "betas is [0.9] (list); it must be a list of a number, a number"),
+        ({"head.num_heads": "four"}, "head.num_heads is 'four' (str); it must be a whole number"),
+        ({"head.lm_head": "mine"}, "head.lm_head is 'mine' (str); it must be one of own, shared, draft"),
+        ({"family": "medusae"}, "unknown family 'medusae'; there are eagle3, medusa"),
+        ({"max_steps": None}, "give epochs, max_steps or max_seconds"),
+        ({"max_steps": 0}, "max_steps is 0; give more than 0"),
+        ({"grad_accum": 0}, "grad_accum is 0; give 1 or more"),
+        ({"eval_fraction": 1.5}, "eval_fraction is 1.5; give a number from 0 to 1"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(HeadwayError) as caught:
+        make_config(LEAST | changes)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["family", "target", "dialogs", "out"])
+def test_a_missing_key_is_named(key: str) -> None:
+    with pytest.raises(HeadwayError, match=f"lacks '{key}'"):
+        make_config({k: v for k, v in LEAST.items() if k != key})
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(HeadwayError, match="no recipe"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    with pytest.raises(HeadwayError, match="no `key: value` lines"):
+        load_recipe(tmp_path / "list.yaml")
+    (tmp_path / "broken.yaml").write_text("family: [medusa\nlr: 1")
+    with pytest.raises(HeadwayError, match=r"broken\.yaml is no YAML"):
+        load_recipe(tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize("override", ["lr", "=3", "--lr=3"])
+def test_an_override_without_a_key_or_value(override: str) -> None:
+    with pytest.raises(HeadwayError, match="key=value"):
+        make_config(LEAST, [override])
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parents[2].glob("recipes/**/*.yaml"), key=str), ids=lambda p: p.name
+)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    if path.parent.name == "accelerate":
+        pytest.skip("a config of accelerate")
+    text = path.read_text()
+    assert text.startswith("#")
+    assert "train_heads.py" in text.partition("\nfamily:")[0]
+    load_recipe(path)

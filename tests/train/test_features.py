@@ -1,0 +1,61 @@
+"""Features: kept or computed anew, the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.heads.common.losses import label_positions
+from headway.inference.target import Target
+from headway.train.batches import Row
+from headway.train.features import Features, choose_cache
+
+ROWS = [
+    [
+        Row("a", [259, 65, 10, 97, 98, 260], [False] * 3 + [True] * 3, []),
+        Row("b", [259, 66, 10, 98], [False] * 3 + [True], []),
+    ]
+]
+
+
+@pytest.mark.parametrize("taps", [("last",), (0, 2, "last")])
+def test_kept_features_are_those_computed_anew(tiny: Target, tmp_path: Path, taps: tuple[int | str, ...]) -> None:
+    plain = Features(tiny, taps, ROWS)[0]  # type: ignore[arg-type]
+    for kept in ("memory", "disk"):
+        features = Features(tiny, taps, ROWS, kept, tmp_path / "cache")  # type: ignore[arg-type]
+        for batch in (features[0], features[0]):
+            for name in ("token_BT", "tap_BTF", "last_BTD", "normaliser_BT", "argmax_BT"):
+                assert getattr(batch, name).equal(getattr(plain, name)), name
+    assert plain.tap_BTF.shape == (2, 6, len(taps) * 64)
+
+
+def test_a_second_look_asks_the_target_nothing(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = Features(tiny, ("last",), ROWS, "memory")
+    features[0]
+    monkeypatch.setattr(Target, "features", None)
+    features[0]
+
+
+def test_teacher_figures_are_the_targets(tiny: Target) -> None:
+    batch = Features(tiny, ("last",), ROWS)[0]
+    assert batch.normaliser_BT is not None
+    assert batch.argmax_BT is not None
+    logits = tiny.frozen.logits(batch.last_BTD)
+    row, position = label_positions(batch)
+    torch.testing.assert_close(batch.normaliser_BT[row, position], logits.logsumexp(-1)[row, position])
+    assert batch.argmax_BT[row, position].equal(logits.argmax(-1)[row, position])
+
+
+def test_bytes_are_told_before_they_are_taken(tiny: Target) -> None:
+    positions = 2 * 6
+    assert Features(tiny, ("last",), ROWS).num_bytes == positions * (64 * 2 + 12)
+    assert Features(tiny, (0, 1, 2), ROWS).num_bytes == positions * (64 * 4 * 2 + 12)
+
+
+def test_where_features_are_kept() -> None:
+    assert choose_cache("auto", 1000, repeats=True)[0] == "memory"
+    assert choose_cache("auto", 1000, repeats=False)[0] == "off"
+    assert choose_cache("auto", 1 << 60, repeats=True)[0] == "off"
+    assert choose_cache("disk", 1000, repeats=False)[0] == "disk"

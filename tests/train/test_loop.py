@@ -1,0 +1,302 @@
+"""Training from end to end on the tiny target: it learns, it stops, it continues to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from headway.heads.common.checkpoint import load_head, read_config
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Batch, LossReport
+from headway.heads.medusa import Head as Medusa
+from headway.inference.target import Target
+from headway.train import loop
+from headway.train.config import TrainConfig
+from headway.train.loop import Interrupted, train
+from headway.train.train_heads import main
+
+ROOT = Path(__file__).resolve().parents[2]
+Make = Callable[..., TrainConfig]
+
+
+def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    return load_file(Path(config.out) / "head" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.out) / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("medusa", {"num_heads": 2, "draft_vocab_size": 64}), ("eagle3", {"steps": 2, "draft_vocab_size": 64})],
+)
+def test_a_run_learns_and_leaves_a_head(recipe: Make, tiny: Target, family: str, head: dict[str, Any]) -> None:
+    config = recipe(family=family, head=head, max_steps=40, eval_every=20, lr=3e-3)
+    metrics = train(config, target=tiny, argv=["recipe.yaml"])
+    rows = log_of(config)
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert sum(losses[-10:]) < sum(losses[:10])
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [20, 40]
+    assert metrics["steps"] == 40
+    assert metrics["accepted_length"] >= 1.0
+    assert metrics["accepted_prompts"] == 2
+    assert metrics["skipped_batches"] == 0
+    saved = read_config(config.out + "/head")
+    assert saved["metrics"] == json.loads(json.dumps(metrics))
+    assert saved["data"]["dialogs"] == 16
+    assert saved["data"]["held_out"] == 3
+    assert load_head(config.out + "/head", tiny).config.taps
+    run = json.loads((Path(config.out) / "run.json").read_text())
+    assert run["recipe"]["lr"] == 3e-3
+    assert run["argv"] == ["recipe.yaml"]
+    assert run["dialogs"]["target"] == "tiny"
+    assert run["total_steps"] == 40
+    assert sorted(p.name for p in (Path(config.out) / "state").iterdir()) == ["step-38", "step-40"]
+
+
+def test_the_target_is_not_touched(recipe: Make, tiny: Target) -> None:
+    before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
+    train(recipe(), target=tiny)
+    assert same(before, tiny.model.state_dict())
+    assert all(p.grad is None for p in tiny.model.parameters())
+
+
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_keeping_features_changes_nothing(recipe: Make, tiny: Target, tmp_path: Path, cache: str) -> None:
+    off = recipe(cache="off", out=str(tmp_path / "off"), max_steps=None, epochs=3)
+    on = recipe(cache=cache, out=str(tmp_path / "on"), max_steps=None, epochs=3)
+    train(off, target=tiny)
+    train(on, target=tiny)
+    assert same(weights(off), weights(on))
+    assert not (tmp_path / "on" / "cache").exists()
+
+
+def test_another_seed_is_another_run(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+    a, b, c = (recipe(seed=s, out=str(tmp_path / f"{i}")) for i, s in enumerate([1, 1, 2]))
+    for config in (a, b, c):
+        train(config, target=tiny)
+    assert same(weights(a), weights(b))
+    assert not same(weights(a), weights(c))
+
+
+def save_target(tiny: Target, folder: Path) -> None:
+    tiny.model.save_pretrained(folder)
+    assert tiny.tokenizer is not None
+    tiny.tokenizer.save_pretrained(folder)
+
+
+def test_kill_and_continue_is_bit_identical(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+    save_target(tiny, tmp_path / "tiny")
+    changes: dict[str, Any] = {"target": str(tmp_path / "tiny"), "max_steps": None, "epochs": 60, "grad_accum": 2}
+    changes |= {"eval_prompts": 0, "lr": 1e-3}
+    whole, cut = (recipe(**changes, out=str(tmp_path / name)) for name in ("whole", "cut"))
+    path = tmp_path / "cut.yaml"
+    path.write_text(yaml.safe_dump(cut.to_json()))
+    command = [sys.executable, str(ROOT / "train" / "train_heads.py"), str(path)]
+    child = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    state = tmp_path / "cut" / "state"
+    deadline = time.monotonic() + 60
+    while child.poll() is None and not any(state.glob("step-*")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(child.pid, signal.SIGKILL)
+    _, errors = child.communicate()
+    steps = sorted(int(p.name.removeprefix("step-")) for p in state.glob("step-*"))
+    total = json.loads((tmp_path / "cut" / "run.json").read_text())["total_steps"]
+    assert steps, errors.decode()
+    assert 0 < steps[-1] < total
+    shutil.copytree(tmp_path / "cut", tmp_path / "forgetful")
+
+    loaded = Target.load(tmp_path / "tiny")
+    train(cut, target=loaded)
+    train(whole, target=loaded)
+    assert same(weights(cut), weights(whole))
+    a, b = ({r["step"]: (r["loss"], r["lr"]) for r in log_of(c) if "lr" in r} for c in (cut, whole))
+    assert a == b
+    assert list(a) == list(range(1, total + 1))
+
+    # The comparison would see a resume that forgets the optimizer.
+    forgetful = recipe(**changes, out=str(tmp_path / "forgetful"))
+    for file in (tmp_path / "forgetful" / "state").glob("*/optimizer.pt"):
+        rest = torch.load(file, weights_only=True)
+        for moments in rest["optimizer"]["state"].values():
+            moments["exp_avg"].zero_()
+        torch.save(rest, file)
+    train(forgetful, target=loaded)
+    assert not same(weights(forgetful), weights(whole))
+
+
+def test_ctrl_c_saves_and_the_same_call_continues(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = recipe(out=str(tmp_path / "whole")), recipe(out=str(tmp_path / "cut"), save_every=0)
+    train(whole, target=tiny)
+    real, calls = Medusa.loss, []
+
+    def loss(self: Medusa, batch: Batch) -> LossReport:
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, batch)
+
+    monkeypatch.setattr(Medusa, "loss", loss)
+    with pytest.raises(Interrupted, match="stopped at step 3 of 6"):
+        train(cut, target=tiny)
+    assert not (tmp_path / "cut" / "head").exists()
+    monkeypatch.setattr(Medusa, "loss", real)
+    train(cut, target=tiny)
+    assert same(weights(cut), weights(whole))
+
+
+def test_a_finished_run_is_left_as_it_is(recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe()
+    metrics = train(config, target=tiny)
+    monkeypatch.setattr(loop, "prepare", None)
+    assert train(config, target=tiny) == json.loads(json.dumps(metrics))
+
+
+def test_another_recipe_or_other_dialogs_do_not_continue_a_run(recipe: Make, tiny: Target, dialogs: Path) -> None:
+    config = recipe()
+    train(config, target=tiny)
+    with pytest.raises(HeadwayError, match=r"holds a run with lr 0\.01, the recipe now says 0\.02"):
+        train(recipe(lr=0.02), target=tiny)
+    with pytest.raises(HeadwayError, match=r"head\.num_heads 2, the recipe now says 3"):
+        train(recipe(head={"num_heads": 3, "draft_vocab_size": 64}), target=tiny)
+    lines = (dialogs / "dialogs.jsonl").read_text().splitlines(keepends=True)
+    (dialogs / "dialogs.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(HeadwayError, match="other dialogs"):
+        train(config, target=tiny)
+
+
+def test_a_damaged_state_is_named(recipe: Make, tiny: Target) -> None:
+    config = recipe()
+    train(config, target=tiny)
+    shutil.rmtree(Path(config.out) / "head")
+    for name in ("optimizer.pt", "head.safetensors", "state.json"):
+        file = Path(config.out) / "state" / "step-6" / name
+        before = file.read_bytes()
+        file.write_bytes(before[: len(before) // 2])
+        with pytest.raises(HeadwayError, match=name.replace(".", r"\.")):
+            train(config, target=tiny)
+        file.write_bytes(before)
+
+
+def test_a_folder_of_something_else_is_left_alone(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+    with pytest.raises(HeadwayError, match="is not empty and holds no run"):
+        train(recipe(out=str(tmp_path)), target=tiny)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient norm"])
+def test_a_loss_that_is_not_finite_stops_before_the_step(
+    recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    real, seen = Medusa.loss, []
+
+    def loss(self: Medusa, batch: Batch) -> LossReport:
+        report = real(self, batch)
+        seen.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
+        if len(seen) == 4:
+            seen.append(self)
+            if where == "loss":
+                report.loss = report.loss * float("nan")
+            else:
+                parameter = next(self.parameters())
+                report.loss = (
+                    report.loss + (parameter * float("inf")).sum().clamp(0, 0).nan_to_num() * 0 + Nan.apply(parameter)
+                )
+        return report
+
+    monkeypatch.setattr(Medusa, "loss", loss)
+    with pytest.raises(HeadwayError, match=f"the {where} is nan at step 4"):
+        train(recipe(), target=tiny)
+    assert same(seen[3], seen[4].state_dict())
+
+
+class Nan(torch.autograd.Function):
+    """Zero, with a gradient that is not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(ctx.saved_tensors[0], float("nan"))
+
+
+def test_a_batch_without_goals_is_skipped_and_counted(
+    recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = Medusa.loss, []
+
+    def loss(self: Medusa, batch: Batch) -> LossReport:
+        seen.append({name: tensor.clone() for name, tensor in self.state_dict().items()})
+        if len(seen) == 3:
+            batch.supervised_BT = torch.zeros_like(batch.supervised_BT)
+        return real(self, batch)
+
+    monkeypatch.setattr(Medusa, "loss", loss)
+    metrics = train(recipe(weight_decay=0.1), target=tiny)
+    assert metrics["skipped_batches"] == 1
+    assert same(seen[2], seen[3])
+    assert not same(seen[1], seen[2])
+
+
+def test_a_time_budget_fixes_the_number_of_steps_once(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = recipe(out=str(tmp_path / "plain"), max_steps=5)
+    timed = recipe(out=str(tmp_path / "timed"), max_steps=None, max_seconds=1000)
+    real = loop.steps_by_time
+
+    def steps_by_time(config: TrainConfig, features: Any, trial: Any) -> int:
+        assert real(config, features, trial) > 100
+        return 5
+
+    monkeypatch.setattr(loop, "steps_by_time", steps_by_time)
+    train(plain, target=tiny)
+    train(timed, target=tiny)
+    assert json.loads((tmp_path / "timed" / "run.json").read_text())["total_steps"] == 5
+    assert same(weights(plain), weights(timed))  # the trials left no trace
+
+
+def test_the_command(tmp_path: Path, dialogs: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    save_target(tiny, tmp_path / "tiny")
+    recipe = str(ROOT / "recipes" / "tiny" / "medusa.yaml")
+    given = [f"target={tmp_path / 'tiny'}", f"dialogs={dialogs}", f"out={tmp_path / 'run'}", "max_steps=2"]
+    assert main([recipe, *given]) == 0
+    assert (tmp_path / "run" / "head" / "model.safetensors").is_file()
+    assert "head saved in" in capsys.readouterr().err
+    for bad, named in [
+        ([recipe, *given, "learnin_rate=1"], "unknown key learnin_rate"),
+        ([recipe, *given, "head.num_headz=1", "out=x"], "did you mean head.num_heads"),
+        ([str(tmp_path / "none.yaml")], "no recipe"),
+        ([recipe, *given, "dialogs=nowhere", f"out={tmp_path / 'other'}"], "nowhere"),
+        ([recipe, *given, "tree=chain:9", f"out={tmp_path / 'other'}"], "depth 9"),
+        ([recipe, *given, "head.draft_vocab_size=265", f"out={tmp_path / 'other'}"], "265"),
+    ]:
+        assert main(bad) == 2
+        err = capsys.readouterr().err.strip().splitlines()[-1]
+        assert err.startswith("error: ")
+        assert named in err
+    assert not (tmp_path / "other").exists()
+    assert main([]) == 2
+    assert main(["--help"]) == 0

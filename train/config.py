@@ -1,0 +1,253 @@
+"""A recipe: one flat YAML file plus `key=value` on the command line, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import find_family
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What a training run is made of. Keys of the YAML file are these names; `head.x` are fields of the family's Config."""
+
+    family: str
+    """A module of headway.heads: medusa, eagle3, ..."""
+    target: str
+    """Hub id, folder or .gguf file of the frozen model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub target."""
+    dialogs: str
+    """Folder written by `headway distill`."""
+    out: str
+    """Run folder: head/ (the result), state/ (to continue from), run.json, log.jsonl."""
+    head: dict[str, Any] = field(default_factory=dict)
+    """Fields of the family's Config; what is left open comes from the family or the target."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the target. The head's own weights are trained in float32."""
+    autocast: bool = False
+    """Run the head's matrix products in bfloat16."""
+    seed: int = 0
+    """Order of the batches and the head's initial weights."""
+
+    epochs: float | None = None
+    """Passes over the dialogs. The run ends at whichever of epochs, max_steps and max_seconds comes first."""
+    max_steps: int | None = None
+    """Optimizer steps."""
+    max_seconds: float | None = None
+    """Budget for training steps. The number of steps it buys is measured once, before the first, and then kept, so that
+    the schedule does not depend on the clock; evaluations and start-up are not counted."""
+
+    tokens_per_batch: int = 2048
+    """Padded tokens of a batch; a longer dialog is a batch of its own."""
+    max_length: int = 1024
+    """Dialogs are cut to this many tokens; cuts are counted."""
+    grad_accum: int = 1
+    """Batches of an optimizer step (on each process)."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup: float = 0.05
+    """Below 1 a share of the steps, otherwise a number of steps."""
+    min_lr_ratio: float = 0.05
+    """Share of the peak that the cosine ends at."""
+    weight_decay: float = 0.0
+    """On matrices only."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+
+    eval_fraction: float = 0.05
+    """Share of the dialogs held out, chosen by a hash of their id; 0 holds out none."""
+    eval_rows: int = 64
+    """At most this many are held out."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_prompts: int = 8
+    """Held-out prompts answered with the head for the accepted length; 0 leaves it out."""
+    eval_tokens: int = 64
+    """New tokens of each."""
+    tree: str = "auto"
+    """Draft policy of those answers: `auto`, `chain:4`, `dynamic:depth=4,top_k=4,nodes=12`."""
+
+    save_every: int = 200
+    """Steps between states to continue from; 0 saves at the end and on Ctrl-C only."""
+    log_every: int = 10
+    """Steps between log rows."""
+    cache: Literal["auto", "memory", "disk", "off"] = "auto"
+    """Where features are kept between epochs; `auto` is memory when they fit and are needed again, else off. The result is
+    the same with any."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where figures go besides log.jsonl."""
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.max_steps is None and self.max_seconds is None:
+            raise HeadwayError("the recipe says no end; give epochs, max_steps or max_seconds")
+        for name in ("epochs", "max_steps", "max_seconds"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1e-9)
+        for name in ("tokens_per_batch", "max_length", "grad_accum", "log_every", "eval_rows", "eval_tokens"):
+            self._at_least(name, 1)
+        for name in ("lr", "warmup", "weight_decay", "clip", "eval_every", "eval_prompts", "save_every", "seed"):
+            self._at_least(name, 0)
+        for name in ("min_lr_ratio", "eval_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise HeadwayError(f"{name} is {getattr(self, name)}; give a number from 0 to 1")
+        find_family(self.family)
+
+    def _at_least(self, name: str, least: float) -> None:
+        if getattr(self, name) < least:
+            allowed = f"{least} or more" if least in (0, 1) else "more than 0"
+            raise HeadwayError(f"{name} is {getattr(self, name)}; give {allowed}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe as resolved, JSON-ready."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the recipe in a YAML file with `key=value` overrides applied.
+
+    Raises HeadwayError for a missing or broken file, an unknown key (naming the nearest) or a value of the wrong type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise HeadwayError(f"no recipe {str(path)!r}; give a YAML file, such as those in recipes/") from None
+    try:
+        fields = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as e:
+        raise HeadwayError(f"{path} is no YAML: {' '.join(str(e).split())}") from None
+    if not isinstance(fields, dict):
+        raise HeadwayError(f"{path} holds no `key: value` lines; see recipes/ for examples")
+    return make_config(fields, overrides)
+
+
+def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> TrainConfig:
+    """Return the config of a mapping (`head` nested, or `head.x` flat) with `key=value` overrides applied."""
+    merged: dict[str, Any] = {}
+    for key, value in [*fields.items(), *map(_split, overrides)]:
+        key = str(key)
+        if key == "head" and isinstance(value, Mapping):
+            merged["head"] = {**merged.get("head", {}), **value}
+        elif key.startswith("head."):
+            merged["head"] = {**merged.get("head", {}), key.removeprefix("head."): value}
+        else:
+            merged[key] = value
+    checked = check_fields(TrainConfig, merged)
+    required = [f.name for f in dataclasses.fields(TrainConfig) if _required(f)]
+    for name in required:
+        if name not in checked:
+            raise HeadwayError(f"the recipe lacks {name!r}; add `{name}: ...` to it or {name}=... to the command")
+    config_class, _ = find_family(checked["family"])
+    checked["head"] = check_fields(config_class, checked.get("head", {}), prefix="head.")
+    return TrainConfig(**checked)
+
+
+def check_fields(cls: type, fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields converted to the types of a dataclass.
+
+    Raises HeadwayError for an unknown name (naming the nearest) or a value of the wrong type (naming both).
+    """
+    hints = typing.get_type_hints(cls)
+    known = [f.name for f in dataclasses.fields(cls)]
+    result = {}
+    for name, value in fields.items():
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"allowed: {', '.join(sorted(known))}"
+            raise HeadwayError(f"unknown key {prefix}{name}; {hint}")
+        try:
+            result[name] = _convert(value, hints[name])
+        except TypeError:
+            raise HeadwayError(
+                f"{prefix}{name} is {value!r} ({type(value).__name__}); it must be {_spell(hints[name])}"
+            ) from None
+    return result
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Return `value` as `hint` wants it. Raises TypeError when it does not fit."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            try:
+                return _convert(value, option)
+            except TypeError:
+                continue
+        raise TypeError
+    if origin is Literal:
+        if value in args and type(value) in {type(a) for a in args}:
+            return value
+        raise TypeError
+    if origin is tuple:
+        return _convert_tuple(value, args)
+    if origin is dict or hint is dict:
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is hint:
+        return value
+    raise TypeError
+
+
+def _convert_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(_convert(v, args[0]) for v in value)
+    if len(value) != len(args):
+        raise TypeError
+    return tuple(_convert(v, a) for v, a in zip(value, args, strict=True))
+
+
+def _spell(hint: Any) -> str:
+    """Return a type as a user would say it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_spell(a) for a in args)
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in args)
+    if origin is tuple:
+        items = [_spell(a) for a in args if a is not Ellipsis]
+        return f"a list of {', '.join(items)}"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(hint, "a mapping of names to values" if origin is dict or hint is dict else str(hint))
+
+
+def _split(override: str) -> tuple[str, Any]:
+    key, equals, value = override.partition("=")
+    if not equals or not key or key.startswith("-"):
+        raise HeadwayError(f"cannot read {override!r}; write key=value, for example lr=1e-3 or head.num_heads=4")
+    try:
+        return key, yaml.load(value, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError:
+        return key, value
+
+
+def _required(item: dataclasses.Field[Any]) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also reads 1e-3 as a number, which YAML 1.1 takes for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)

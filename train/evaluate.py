@@ -1,0 +1,77 @@
+"""How good a head is: loss and agreement on held-out rows, and the length the real decoder accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.heads.common.protocol import Batch, Head
+from headway.train.batches import Row
+
+if TYPE_CHECKING:
+    from headway.inference.target import Target
+    from headway.inference.tree import Policy
+
+
+@torch.no_grad()
+def evaluate_agreement(head: Head, batches: Iterable[Batch]) -> dict[str, Any]:
+    """Return held-out `loss` (a supervised token's, averaged over all), `loss_S` and `agreement_S` per step, `tokens`.
+
+    Every mean is over supervised tokens, not over batches.
+    """
+    loss = tokens = 0.0
+    loss_S = agreement_S = count_S = torch.zeros(1, dtype=torch.float64)
+    for batch in batches:
+        report = head.loss(batch)
+        count = report.count_S.double().cpu()
+        tokens += float(count[0])
+        loss += float(report.loss) * float(count[0])
+        loss_S = loss_S + report.loss_S.double().cpu() * count
+        agreement_S = agreement_S + report.agreement_S.double().cpu() * count
+        count_S = count_S + count
+    share = 1.0 / count_S.clamp_min(1)
+    return {
+        "loss": loss / max(1.0, tokens),
+        "loss_S": (loss_S * share).tolist(),
+        "agreement_S": (agreement_S * share).tolist(),
+        "tokens": int(tokens),
+    }
+
+
+def evaluate_accepted_length(
+    target: Target,
+    head: Head,
+    policy: Policy | None,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int = 64,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Return `accepted_length` (emitted tokens per target pass), `tokens`, `rounds` and `prompts` of greedy answers.
+
+    The mean is over target passes, so long answers count for more. `stop` is asked between answers.
+    """
+    from headway.inference.generate import Request, generate
+    from headway.inference.sampling import Settings
+
+    settings = Settings(max_new_tokens=max_new_tokens)
+    requests = [Request(ids, settings, id=i) for i, ids in enumerate(prompts)]
+    training = head.training
+    head.eval()
+    emitted = rounds = answered = 0
+    for result in generate(target, requests, head=head, policy=policy):
+        emitted += sum(result.accepted_per_round)
+        rounds += result.rounds
+        answered += 1
+        if stop():
+            break
+    head.train(training)
+    length = emitted / rounds if rounds else 1.0
+    return {"accepted_length": length, "tokens": emitted, "rounds": rounds, "prompts": answered}
+
+
+def choose_prompts(rows: Sequence[Row], num_prompts: int, room: int) -> list[list[int]]:
+    """Return the prompts of the first rows that have one of at most `room` tokens."""
+    return [row.prompt for row in rows if 0 < len(row.prompt) <= room][:num_prompts]

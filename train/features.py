@@ -1,0 +1,134 @@
+"""Training batches with the target's features, computed when asked for and kept when that pays.
+
+Letters: B rows, T positions, F tap width, D hidden, M label positions.
+
+Features are rounded to bfloat16 whether they are kept or not, and batches have a fixed composition, so keeping them
+changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headway.heads.common.losses import label_positions, summarise
+from headway.heads.common.protocol import Batch, Tap
+from headway.train.batches import Row, pad
+
+if TYPE_CHECKING:
+    from headway.inference.target import Target
+
+SHARE = 0.5
+"""Share of the free memory that kept features may take."""
+
+
+class Features:
+    """The batches of one set of rows. `kept` says where features stay: memory, disk or off."""
+
+    def __init__(
+        self,
+        target: Target,
+        taps: Sequence[Tap],
+        batches: Sequence[Sequence[Row]],
+        kept: Literal["memory", "disk", "off"] = "off",
+        folder: Path | None = None,
+    ) -> None:
+        self.target, self.taps, self.batches, self.kept = target, tuple(taps), batches, kept
+        self.folder = folder
+        # The most common tap is the very feature the teacher reads: it is kept once.
+        self._only_last = self.taps == ("last",)
+        self._memory: dict[int, dict[str, Tensor]] = {}
+        if kept == "disk":
+            assert folder is not None
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the features of all batches take."""
+        positions = sum(len(rows) * max(len(row.token_ids) for row in rows) for rows in self.batches)
+        width = self.target.info.hidden_size * (1 if self._only_last else len(self.taps) + 1)
+        return positions * (width * 2 + 4 + 8)
+
+    def __getitem__(self, n: int) -> Batch:
+        """Return batch n on the target's device."""
+        kept = self._find(n)
+        return self.compute(n) if kept is None else self._fill(self._tokens(n), kept)
+
+    def compute(self, n: int) -> Batch:
+        """Return batch n with its features computed anew, and keep them if asked to."""
+        batch = self._tokens(n)
+        features = self._compute(batch)
+        self._keep(n, features)
+        return self._fill(batch, features)
+
+    def _tokens(self, n: int) -> Batch:
+        return Batch(*pad(self.batches[n], self.target.device), torch.empty(0), torch.empty(0))
+
+    def _fill(self, batch: Batch, kept: dict[str, Tensor]) -> Batch:
+        last = kept["last"].to(self.target.device, self.target.dtype)
+        batch.last_BTD = last
+        batch.tap_BTF = last if self._only_last else kept["tap"].to(self.target.device, self.target.dtype)
+        batch.normaliser_BT = kept["normaliser"].to(self.target.device)
+        batch.argmax_BT = kept["argmax"].to(self.target.device)
+        return batch
+
+    @torch.no_grad()
+    def _compute(self, batch: Batch) -> dict[str, Tensor]:
+        tap_BTF, last_BTD = self.target.features(batch.token_BT, batch.length_B, self.taps)
+        features = {"last": last_BTD.to(torch.bfloat16)}
+        if not self._only_last:
+            features["tap"] = tap_BTF.to(torch.bfloat16)
+        row_M, position_M = label_positions(batch)
+        last_MD = features["last"][row_M, position_M].to(self.target.dtype)
+        normaliser_M, argmax_M = summarise(self.target.frozen, last_MD)
+        normaliser_BT = torch.zeros(batch.token_BT.shape, dtype=torch.float32, device=last_MD.device)
+        argmax_BT = torch.zeros_like(batch.token_BT)
+        normaliser_BT[row_M, position_M] = normaliser_M
+        argmax_BT[row_M, position_M] = argmax_M
+        return {**features, "normaliser": normaliser_BT, "argmax": argmax_BT}
+
+    def _find(self, n: int) -> dict[str, Tensor] | None:
+        if self.kept == "disk" and self._path(n).is_file():
+            return load_file(self._path(n))
+        return self._memory.get(n)
+
+    def _keep(self, n: int, features: dict[str, Tensor]) -> None:
+        if self.kept == "memory":
+            self._memory[n] = {name: tensor.cpu() for name, tensor in features.items()}
+        if self.kept == "disk":
+            aside = self._path(n).with_suffix(".tmp")
+            save_file({name: tensor.cpu().contiguous() for name, tensor in features.items()}, aside)
+            aside.replace(self._path(n))
+
+    def _path(self, n: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"batch-{n}.safetensors"
+
+
+def choose_cache(wanted: str, num_bytes: int, repeats: bool) -> tuple[Any, str]:
+    """Return where to keep features (memory, disk or off) and the line that says why."""
+    free = _free_memory()
+    size = f"features of all rows take {num_bytes / 2**30:.2f} GiB, {free / 2**30:.1f} GiB are free"
+    if wanted != "auto":
+        return wanted, f"{size}; cache: {wanted}, as asked"
+    if not repeats:
+        return "off", f"{size}; cache: off, no batch comes twice"
+    if num_bytes > SHARE * free:
+        return "off", f"{size}; cache: off, more than {SHARE:.0%} of that (cache=disk keeps them in the run folder)"
+    return "memory", f"{size}; cache: memory"
+
+
+def _free_memory() -> int:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    # In a container the limit may be the group's.
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free

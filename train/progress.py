@@ -1,0 +1,50 @@
+"""The progress line of a run, on stderr: rewritten on a terminal, repeated now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from headway.train.run_folder import Progress
+
+
+class Line:
+    """Says step, loss, agreement, tokens per second and time left."""
+
+    def __init__(self, total_steps: int, max_seconds: float | None, show: bool = True) -> None:
+        self.total_steps, self.max_seconds, self.show = total_steps, max_seconds, show
+        self._terminal = sys.stderr.isatty()
+        self._next = 0.0
+        self._recent: list[tuple[float, int]] = []  # seconds and tokens of the last steps
+        self._before: float | None = None
+
+    def add(self, progress: Progress, figures: dict[str, Any]) -> None:
+        """Take a finished step; show the line when it is due."""
+        now = time.monotonic()
+        self._recent.append((progress.seconds, progress.tokens))
+        del self._recent[:-50]
+        if not self.show or now < self._next:
+            return
+        self._next = now + (0.2 if self._terminal else 10.0)
+        start, end = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+        print(f"{start}train: {self.text(progress, figures)}", end=end, file=sys.stderr, flush=True)
+
+    def text(self, progress: Progress, figures: dict[str, Any]) -> str:
+        """Return the line."""
+        (s0, t0), (s1, t1) = self._recent[0], self._recent[-1]
+        if s1 > s0:
+            rate, per_step = (t1 - t0) / (s1 - s0), (s1 - s0) / (len(self._recent) - 1)
+        else:
+            rate, per_step = progress.tokens / max(progress.seconds, 1e-9), progress.seconds / max(1, progress.step)
+        left = round((self.total_steps - progress.step) * per_step)
+        agreement = "/".join(f"{a:.2f}" for a in figures["agreement_S"])
+        return (
+            f"step {progress.step}/{self.total_steps}, loss {figures['loss']:.3f}, agreement {agreement}, "
+            f"{rate:.0f} tokens/s, {left // 60}:{left % 60:02d} left"
+        )
+
+    def close(self) -> None:
+        """End the line on a terminal."""
+        if self.show and self._terminal:
+            print(file=sys.stderr, flush=True)

@@ -1,0 +1,210 @@
+"""The run folder: what made it, states to continue from, the log. Everything is written aside and renamed.
+
+run.json                 recipe as resolved, command, versions, manifest of the dialogs, number of steps
+log.jsonl                one row per logged step or evaluation
+state/step-120/          head.safetensors, optimizer.pt, state.json
+head/                    the result
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from headway.heads.common.checkpoint import read_tensors, written_aside
+from headway.heads.common.errors import HeadwayError
+from headway.train.config import TrainConfig
+
+KEEP = 2
+FREE_KEYS = ("out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree")
+"""Recipe keys that may change when a run is continued: they do not touch the weights."""
+
+
+@dataclass
+class Progress:
+    """The counters of a run."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    tokens: int = 0
+    """Supervised tokens trained on."""
+    seconds: float = 0.0
+    """Time of the training steps, over all continuations."""
+    skipped: int = 0
+    """Batches without a supervised token."""
+
+
+class RunFolder:
+    """Reads and writes a run folder."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def head(self) -> Path:
+        """Where the result goes."""
+        return self.path / "head"
+
+    def check(self, config: TrainConfig, dialogs_sha256: str) -> dict[str, Any] | None:
+        """Return what run.json holds, or None for a new run.
+
+        Raises HeadwayError when the folder holds something else, or a run with another recipe or other dialogs, naming
+        the first difference.
+        """
+        saved = self.read_run()
+        if saved is not None:
+            self._check_same(saved, json.loads(json.dumps(config.to_json())), dialogs_sha256)
+        elif self.path.is_dir() and any(self.path.iterdir()):
+            raise HeadwayError(f"{self.path} is not empty and holds no run; give another folder: out=...")
+        return saved
+
+    def create(self, config: TrainConfig, argv: Sequence[str], manifest: dict[str, Any], dialogs_sha256: str) -> None:
+        """Make the folder of a new run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write_run(
+            {
+                "recipe": config.to_json(),
+                "argv": list(argv),
+                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+                "python": platform.python_version(),
+                "dialogs": manifest,
+                "dialogs_sha256": dialogs_sha256,
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "total_steps": None,
+            }
+        )
+
+    def fix_total(self, total_steps: int) -> None:
+        """Record the number of steps of the run."""
+        self._write_run({**(self.read_run() or {}), "total_steps": total_steps})
+
+    def read_run(self) -> dict[str, Any] | None:
+        """Return run.json, or None where there is none."""
+        path = self.path / "run.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def save(self, progress: Progress, head: nn.Module, optimizer: Any) -> Path:
+        """Write a state and remove all but the newest two."""
+        folder = self.path / "state" / f"step-{progress.step}"
+        with written_aside(folder) as aside:
+            tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in head.state_dict().items()}
+            save_file(tensors, aside / "head.safetensors")
+            torch.save({"optimizer": optimizer.state_dict(), "rng": _rng()}, aside / "optimizer.pt")
+            (aside / "state.json").write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")
+        for old in self._states()[KEEP:]:
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def load(self, head: nn.Module, optimizer: Any) -> Progress | None:
+        """Fill head and optimizer from the newest state, and return its counters; None where there is no state.
+
+        Raises HeadwayError for a damaged state, naming the file.
+        """
+        for folder in self._states():
+            try:
+                rest = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, EOFError, ValueError) as e:
+                raise _damaged(folder / "optimizer.pt", folder) from e
+            try:
+                progress = Progress(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as e:
+                raise _damaged(folder / "state.json", folder) from e
+            head.load_state_dict(read_tensors(folder / "head.safetensors"), strict=True)
+            optimizer.load_state_dict(rest["optimizer"])
+            _set_rng(rest["rng"])
+            return progress
+        return None
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Append a row to log.jsonl."""
+        with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rewind_log(self, step: int) -> None:
+        """Drop log rows after `step`, and a torn last line: the steps from there are done again."""
+        path = self.path / "log.jsonl"
+        if not path.is_file():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:
+                continue
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(kept), encoding="utf-8")
+        aside.replace(path)
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest state, or None."""
+        states = self._states()
+        return int(states[0].name.removeprefix("step-")) if states else None
+
+    def _states(self) -> list[Path]:
+        """Return the states, newest first. Only whole ones carry such a name."""
+        folder = self.path / "state"
+        found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()] if folder.is_dir() else []
+        return sorted(found, key=lambda p: -int(p.name.removeprefix("step-")))
+
+    def _write_run(self, run: dict[str, Any]) -> None:
+        aside = self.path / ".run.json.tmp"
+        aside.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        aside.replace(self.path / "run.json")
+
+    def _check_same(self, saved: dict[str, Any], recipe: dict[str, Any], dialogs_sha256: str) -> None:
+        for key in {**saved["recipe"], **recipe}:
+            before, after = saved["recipe"].get(key), recipe.get(key)
+            if before != after and key not in FREE_KEYS:
+                if isinstance(before, dict) and isinstance(after, dict):
+                    inner = next(k for k in {**before, **after} if before.get(k) != after.get(k))
+                    key, before, after = f"{key}.{inner}", before.get(inner), after.get(inner)
+                raise HeadwayError(
+                    f"{self.path} holds a run with {key} {before!r}, the recipe now says {after!r}; continue it with the "
+                    "same value, or give another folder: out=..."
+                )
+        if saved["dialogs_sha256"] != dialogs_sha256:
+            raise HeadwayError(
+                f"{self.path} holds a run on other dialogs (those in {recipe['dialogs']} have changed since); give "
+                "another folder: out=..."
+            )
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file. Raises HeadwayError where there is none."""
+    if not path.is_file():
+        raise HeadwayError(f"{path} does not exist; make the folder with `headway distill`")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _damaged(path: Path, folder: Path) -> HeadwayError:
+    return HeadwayError(f"{path} is damaged; delete {folder} to continue from the state before it")
+
+
+def _rng() -> dict[str, Any]:
+    states: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_rng(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,61 @@
+"""How many steps a run has, and the learning rate of each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+from headway.heads.common.protocol import Batch
+from headway.train.config import TrainConfig
+from headway.train.features import Features
+
+NUM_TIMED = 6
+
+
+def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
+    """Return the rate of the step after `step` done ones: linear warm-up, then a cosine down to min_lr_ratio."""
+    warmup = config.warmup * total_steps if config.warmup < 1 else config.warmup
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
+    share = min(1.0, (step - warmup) / max(1.0, total_steps - warmup))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def steps_by_count(config: TrainConfig, batches_per_step: int, num_batches: int) -> int | None:
+    """Return the steps that epochs and max_steps allow; None when neither is given."""
+    limits = []
+    if config.epochs is not None:
+        limits.append(max(1, round(config.epochs * num_batches / batches_per_step)))
+    if config.max_steps is not None:
+        limits.append(config.max_steps)
+    return min(limits) if limits else None
+
+
+def steps_by_time(config: TrainConfig, features: Features, trial: Callable[[Batch], None]) -> int:
+    """Return the steps that max_seconds buys, from the time of a few batches.
+
+    `trial` is a whole step that leaves the weights as they are. Kept features are computed once, so later epochs are
+    cheaper: with N batches, f seconds for the features of one and t for its step, n batches take min(n, N) f + n t.
+    """
+    assert config.max_seconds is not None
+    N = len(features.batches)
+    chosen = torch.linspace(0, N - 1, min(NUM_TIMED + 1, N)).long().tolist()
+    trial(features.compute(chosen[0]))  # not counted: the first is slow
+    timed = chosen[1:] or chosen
+    f = t = 0.0
+    for n in timed:
+        begin = time.perf_counter()
+        batch = features.compute(n)
+        middle = time.perf_counter()
+        trial(batch)
+        f += (middle - begin) / len(timed)
+        t += (time.perf_counter() - middle) / len(timed)
+    once = N * (f + t)
+    if features.kept == "off" or config.max_seconds <= once:
+        batches = config.max_seconds / (f + t)
+    else:
+        batches = N + (config.max_seconds - once) / t
+    return max(1, round(batches / config.grad_accum))
