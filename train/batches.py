@@ -2,8 +2,9 @@
 
 Letters: B rows, T positions.
 
-Which rows form a batch never changes during a run; only the order of the batches does, from seed and epoch. So features
-of a batch are the same bits whether they are computed again or kept, and the place in the data is a function of the step.
+Which rows form a batch never changes during a run; only the order of the batches does, from seed and epoch. So the
+features of a batch are the same bits whether they are computed again or kept, and the place in the data is a function
+of the step.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def make_rows(dialogs: Sequence[Dialog], max_length: int, eval_fraction: float, 
 
 
 def make_batches(rows: Sequence[Row], tokens_per_batch: int) -> list[list[Row]]:
-    """Return the rows in batches of like length, none of more than that many padded tokens unless it is a single row."""
+    """Return the rows in batches of like length, none of more than that many padded tokens unless of a single row."""
     batches: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: (len(row.token_ids), _hash(row.id))):
         # Rows come in ascending length, so the new one sets the width.

@@ -20,7 +20,7 @@ from headway.heads.common.protocol import find_family
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """What a training run is made of. Keys of the YAML file are these names; `head.x` are fields of the family's Config."""
+    """What a training run is made of. Keys of the YAML file are these names, and `head.x` for the family's Config."""
 
     family: str
     """A module of headway.heads: medusa, eagle3, ..."""
@@ -86,8 +86,8 @@ class TrainConfig:
     log_every: int = 10
     """Steps between log rows."""
     cache: Literal["auto", "memory", "disk", "off"] = "auto"
-    """Where features are kept between epochs; `auto` is memory when they fit and are needed again, else off. The result is
-    the same with any."""
+    """Where features are kept between epochs; `auto` is memory when they fit and are needed again, else off. The result
+    is the same with any."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """Where figures go besides log.jsonl."""
 
@@ -126,7 +126,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
     except (FileNotFoundError, IsADirectoryError):
         raise HeadwayError(f"no recipe {str(path)!r}; give a YAML file, such as those in recipes/") from None
     try:
-        fields = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        fields = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as e:
         raise HeadwayError(f"{path} is no YAML: {' '.join(str(e).split())}") from None
     if not isinstance(fields, dict):
@@ -235,7 +235,7 @@ def _split(override: str) -> tuple[str, Any]:
     if not equals or not key or key.startswith("-"):
         raise HeadwayError(f"cannot read {override!r}; write key=value, for example lr=1e-3 or head.num_heads=4")
     try:
-        return key, yaml.load(value, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return key, yaml.load(value, Loader=_Loader)
     except yaml.YAMLError:
         return key, value
 

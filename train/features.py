@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +22,8 @@ from headway.train.batches import Row, pad
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
+
+Kept = Literal["memory", "disk", "off"]
 
 SHARE = 0.5
 """Share of the free memory that kept features may take."""
@@ -35,7 +37,7 @@ class Features:
         target: Target,
         taps: Sequence[Tap],
         batches: Sequence[Sequence[Row]],
-        kept: Literal["memory", "disk", "off"] = "off",
+        kept: Kept = "off",
         folder: Path | None = None,
     ) -> None:
         self.target, self.taps, self.batches, self.kept = target, tuple(taps), batches, kept
@@ -110,12 +112,12 @@ class Features:
         return self.folder / f"batch-{n}.safetensors"
 
 
-def choose_cache(wanted: str, num_bytes: int, repeats: bool) -> tuple[Any, str]:
+def choose_cache(wanted: str, num_bytes: int, repeats: bool) -> tuple[Kept, str]:
     """Return where to keep features (memory, disk or off) and the line that says why."""
     free = _free_memory()
     size = f"features of all rows take {num_bytes / 2**30:.2f} GiB, {free / 2**30:.1f} GiB are free"
     if wanted != "auto":
-        return wanted, f"{size}; cache: {wanted}, as asked"
+        return cast(Kept, wanted), f"{size}; cache: {wanted}, as asked"
     if not repeats:
         return "off", f"{size}; cache: off, no batch comes twice"
     if num_bytes > SHARE * free:

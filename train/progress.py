@@ -12,12 +12,11 @@ from headway.train.run_folder import Progress
 class Line:
     """Says step, loss, agreement, tokens per second and time left."""
 
-    def __init__(self, total_steps: int, max_seconds: float | None, show: bool = True) -> None:
-        self.total_steps, self.max_seconds, self.show = total_steps, max_seconds, show
+    def __init__(self, total_steps: int, *, show: bool = True) -> None:
+        self.total_steps, self.show = total_steps, show
         self._terminal = sys.stderr.isatty()
         self._next = 0.0
         self._recent: list[tuple[float, int]] = []  # seconds and tokens of the last steps
-        self._before: float | None = None
 
     def add(self, progress: Progress, figures: dict[str, Any]) -> None:
         """Take a finished step; show the line when it is due."""
@@ -48,3 +47,9 @@ class Line:
         """End the line on a terminal."""
         if self.show and self._terminal:
             print(file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    start = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{start}train: {text}", file=sys.stderr, flush=True)

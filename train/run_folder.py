@@ -39,7 +39,7 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    """Supervised tokens trained on."""
+    """Supervised tokens trained on, on this process."""
     seconds: float = 0.0
     """Time of the training steps, over all continuations."""
     skipped: int = 0
@@ -172,8 +172,8 @@ class RunFolder:
                     inner = next(k for k in {**before, **after} if before.get(k) != after.get(k))
                     key, before, after = f"{key}.{inner}", before.get(inner), after.get(inner)
                 raise HeadwayError(
-                    f"{self.path} holds a run with {key} {before!r}, the recipe now says {after!r}; continue it with the "
-                    "same value, or give another folder: out=..."
+                    f"{self.path} holds a run with {key} {before!r}, the recipe now says {after!r}; continue it with "
+                    "the same value, or give another folder: out=..."
                 )
         if saved["dialogs_sha256"] != dialogs_sha256:
             raise HeadwayError(

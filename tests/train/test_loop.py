@@ -23,7 +23,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch, LossReport
 from headway.heads.medusa import Head as Medusa
 from headway.inference.target import Target
-from headway.train import loop
+from headway.train import loop, setup
 from headway.train.config import TrainConfig
 from headway.train.loop import Interrupted, train
 from headway.train.train_heads import main
@@ -265,13 +265,13 @@ def test_a_time_budget_fixes_the_number_of_steps_once(
 ) -> None:
     plain = recipe(out=str(tmp_path / "plain"), max_steps=5)
     timed = recipe(out=str(tmp_path / "timed"), max_steps=None, max_seconds=1000)
-    real = loop.steps_by_time
+    real = setup.steps_by_time
 
     def steps_by_time(config: TrainConfig, features: Any, trial: Any) -> int:
         assert real(config, features, trial) > 100
         return 5
 
-    monkeypatch.setattr(loop, "steps_by_time", steps_by_time)
+    monkeypatch.setattr(setup, "steps_by_time", steps_by_time)
     train(plain, target=tiny)
     train(timed, target=tiny)
     assert json.loads((tmp_path / "timed" / "run.json").read_text())["total_steps"] == 5

@@ -1,0 +1,220 @@
+"""Everything before the first step: rows, target, head, optimizer, the number of steps, the state to continue from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+from torch import nn
+
+from headway.data.dialogs import read_dialogs, read_manifest
+from headway.heads.common.checkpoint import read_config
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Batch, Head, LossReport, find_family
+from headway.heads.common.vocab import choose_draft_vocab
+from headway.inference.tree import Policy, check_policy, parse_policy
+from headway.train.batches import Rows, count_tokens, make_batches, make_rows
+from headway.train.config import TrainConfig
+from headway.train.features import Features, Kept, choose_cache
+from headway.train.progress import say
+from headway.train.run_folder import Progress, RunFolder, sha256_of
+from headway.train.schedule import steps_by_count, steps_by_time
+
+if TYPE_CHECKING:
+    from headway.inference.target import Target
+
+
+class Step(nn.Module):
+    """A head whose forward is its loss, because data-parallel wrappers see forward only."""
+
+    def __init__(self, head: Head, autocast: bool) -> None:
+        super().__init__()
+        self.head = head
+        self.autocast = autocast
+
+    def forward(self, batch: Batch) -> LossReport:
+        with torch.autocast(batch.token_BT.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.head.loss(batch)
+
+
+@dataclass
+class Run:
+    """What a run works with."""
+
+    config: TrainConfig
+    accelerator: Accelerator
+    folder: RunFolder
+    target: Target
+    head: Head
+    model: nn.Module
+    """The head's loss, wrapped by accelerate."""
+    optimizer: Any
+    train: Features
+    held_out: Features
+    rows: Rows
+    policy: Policy | None
+    manifest: dict[str, Any]
+    total_steps: int
+    progress: Progress
+
+
+def finished(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the figures of the run in `config.out` if all its steps are done and its head is saved, otherwise None.
+
+    Raises HeadwayError when the folder holds another run.
+    """
+    read_manifest(config.dialogs)
+    folder = RunFolder(config.out)
+    run = folder.check(config, sha256_of(Path(config.dialogs) / "dialogs.jsonl"))
+    if run is None or run["total_steps"] is None or folder.newest_step() != run["total_steps"]:
+        return None
+    return read_config(folder.head)["metrics"] if folder.head.is_dir() else None
+
+
+def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None) -> Run:
+    """Return a run ready to step: target, head, rows, optimizer, schedule, and the newest state if there is one."""
+    manifest, dialogs = read_manifest(config.dialogs), read_dialogs(config.dialogs)
+    rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows)
+    tree = None if config.tree == "auto" else parse_policy(config.tree)
+    accelerator = make_accelerator(config)
+    if target is None:
+        from headway.inference.target import Target
+
+        target = Target.load(
+            config.target, dtype=config.dtype, device=str(accelerator.device), revision=config.revision
+        )
+    check_manifest(manifest, target, config)
+    torch.manual_seed(config.seed)
+    head = make_head(config, target, rows).to(accelerator.device)
+    if tree is not None:
+        check_policy(tree, head.max_depth)
+
+    folder = RunFolder(config.out)
+    total_steps = (folder.read_run() or {}).get("total_steps")
+    if accelerator.is_main_process and folder.read_run() is None:
+        folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"))
+    accelerator.wait_for_everyone()
+    batches = make_batches(rows.train, config.tokens_per_batch)
+    by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))
+    train = Features(target, head.config.taps, batches)
+    repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
+    kept, why = choose_cache(config.cache, train.num_bytes, repeats)
+    train = Features(target, head.config.taps, batches, kept, folder.path / "cache")
+    held_out_kept: Kept = "off" if kept == "off" else "memory"
+    held_out = Features(target, head.config.taps, make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
+
+    optimizer = make_optimizer(config, head)
+    model, optimizer = accelerator.prepare(Step(head, config.autocast), optimizer)
+    progress = folder.load(head, optimizer) or Progress()
+    if total_steps is None and accelerator.is_main_process:
+        total_steps = by_count
+        if config.max_seconds is not None and progress.step == 0:
+            by_time = steps_by_time(config, train, lambda batch: trial(accelerator, model, optimizer, batch))
+            total_steps = min(by_time, by_count or by_time)
+        folder.fix_total(int(total_steps or 1))
+    [total_steps] = broadcast_object_list([total_steps])
+    assert total_steps is not None
+    if accelerator.is_main_process:
+        folder.rewind_log(progress.step)
+        say_plan(head, rows, train, why, total_steps, progress)
+    if config.tracker != "none":
+        accelerator.init_trackers("headway", config=flat(config))
+    return Run(
+        config, accelerator, folder, target, head, model, optimizer, train, held_out, rows, tree, manifest,
+        total_steps, progress,
+    )  # fmt: skip
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Return the accelerator, refusing what is not there or not supported."""
+    if config.tracker != "none" and find_spec(config.tracker) is None:
+        raise HeadwayError(
+            f"tracker is {config.tracker!r}, which is not installed; run `pip install headway[{config.tracker}]` or "
+            "set tracker=none"
+        )
+    trackers = None if config.tracker == "none" else [config.tracker]
+    accelerator = Accelerator(log_with=trackers, project_dir=config.out if trackers else None)
+    supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+    if accelerator.distributed_type not in supported:
+        raise HeadwayError(
+            f"accelerate was configured for {accelerator.distributed_type.value}; heads, which are small, train on one "
+            "process or with plain data parallelism; choose distributed_type NO or MULTI_GPU in the accelerate config"
+        )
+    return accelerator
+
+
+def check_manifest(manifest: dict[str, Any], target: Target, config: TrainConfig) -> None:
+    """Raise HeadwayError when the dialogs were written with another vocabulary than the target's."""
+    size = manifest.get("vocab_size")
+    if size is not None and size > target.info.vocab_size:
+        made_by = manifest.get("target", "another target")
+        raise HeadwayError(
+            f"dialogs {config.dialogs} were made by {made_by} with {size} token ids, target {target.info.name} has "
+            f"{target.info.vocab_size}; distil with the target that the head is for"
+        )
+
+
+def make_head(config: TrainConfig, target: Target, rows: Rows) -> Head:
+    """Return a head with its draft vocabulary chosen and its weights warm-started."""
+    config_class, head_class = find_family(config.family)
+    head = head_class(config_class.for_target(target.info, **config.head), target.frozen)
+    size = getattr(head.config, "draft_vocab_size", 0)
+    if size:
+        counts = count_tokens(rows.train, target.info.vocab_size)
+        head.set_draft_vocab(choose_draft_vocab(counts, size, target.info.num_tokens, always_keep=target.eos_ids))
+    head.warm_start()
+    return head.float()
+
+
+def make_optimizer(config: TrainConfig, head: Head) -> torch.optim.AdamW:
+    """Return AdamW over what is trainable; weight decay falls on matrices only."""
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
+
+
+def trial(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Batch) -> None:
+    """Do a whole step at learning rate zero and forget it, to time it."""
+    module = accelerator.unwrap_model(model)
+    module(batch).loss.backward()
+    accelerator.clip_grad_norm_(module.parameters(), 1.0)
+    raw = getattr(optimizer, "optimizer", optimizer)
+    for group in raw.param_groups:
+        group["lr"] = 0.0
+    raw.step()
+    raw.state.clear()
+    raw.zero_grad(set_to_none=True)
+
+
+def say_plan(head: Head, rows: Rows, train: Features, why: str, total_steps: int, progress: Progress) -> None:
+    """Say what the run is about to do, and what was left out."""
+    size = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    say(f"{size / 1e6:.1f} M trainable weights, taps {list(head.config.taps)}")
+    say(
+        f"{len(rows.train)} rows to train on in {len(train.batches)} batches, {len(rows.held_out)} held out, "
+        f"{rows.num_cut} cut to the longest length, {rows.num_without_goal} left out without a supervised token"
+    )
+    vocab = head.draft_vocab
+    if vocab is not None:
+        counts = count_tokens(rows.train, head.frozen.info.vocab_size)
+        covered = float(counts[vocab.cpu()].sum() / counts.sum().clamp_min(1))
+        say(f"draft vocabulary of {vocab.numel()} words covers {covered:.1%} of the supervised tokens")
+    say(why)
+    say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
+
+
+def flat(config: TrainConfig) -> dict[str, Any]:
+    """Return the recipe as trackers take it: plain values under dotted names."""
+    fields = config.to_json()
+    head = fields.pop("head")
+    values = {**fields, **{f"head.{k}": v for k, v in head.items()}}
+    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
