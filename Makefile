@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12             the interpreter the venv is made with
 #   TORCH='torch==2.13.0'         the torch to install (it goes in first, what follows keeps it)
-#   PIP_TORCH_ARGS='--index-url https://download.pytorch.org/whl/cu128'    where to take it from
+#   PIP_TORCH_ARGS=...            more for that pip, such as --index-url of a PyTorch build
 #   PYTEST_ARGS='-k checkpoint'   passed on by `make test`
 #   MINUTES=90                    the demo's budget: more minutes train better heads
 
@@ -11,16 +11,15 @@ VENV ?= .venv
 MINUTES ?= 25
 PYTEST_ARGS ?=
 
-# A plain torch from PyPI brings several GB of CUDA on Linux. Without a GPU, take a small CPU build: one that pip
-# already finds, or else the one on PyTorch's own index, which sorts before PyPI's of the same version.
+# On Linux without a GPU one exact version is asked for, so that a CPU build that pip can find is taken; a plain torch
+# brings several GB of CUDA. PIP_TORCH_ARGS="--index-url <the PyTorch CPU index>" names one where there is none.
 GPU := $(shell command -v nvidia-smi 2>/dev/null)
 ifeq ($(shell uname -s)$(GPU),Linux)
 TORCH ?= torch==2.13.0
-PIP_TORCH_ARGS ?= --extra-index-url https://download.pytorch.org/whl/cpu --timeout 15 --retries 1
 else
 TORCH ?= torch>=2.6
-PIP_TORCH_ARGS ?=
 endif
+PIP_TORCH_ARGS ?=
 
 BIN := $(VENV)/bin
 OK := $(VENV)/.ok
