@@ -245,6 +245,7 @@ class _Batch:
         self.rows: list[_Row] = []
         self.cache: SlotCache | None = None
         self.state: State = None
+        self.prefilled: tuple[list[int], SlotCache] | None = None  # a prompt and its cache, for what the next ones share
 
     @torch.inference_mode()
     def admit(self, requests: list[Request]) -> Iterator[Result]:
@@ -254,11 +255,21 @@ class _Batch:
         size, count = len(requests[0].prompt_ids), len(rows)
         # Room for the answers, so that the cache rarely grows in flight.
         cache = target.new_cache(count, capacity=size + min(max(row.budget for row in rows), 512) + 64)
+        known = self._shared_prefix(requests)
+        if known:
+            assert self.prefilled is not None
+            cache.slots.append_rows(self.prefilled[1].slots, [0] * count, known)
         token_BT = torch.tensor([request.prompt_ids for request in requests], device=device)
         position_BT = torch.arange(size, device=device).expand(count, -1)
-        causal = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(count, -1, -1)
-        out = target.forward(token_BT, position_BT, causal, cache, taps=self.taps, logits_to_keep=1)
-        cache.slots.commit([list(range(size))] * count)
+        causal = torch.ones(size - known, size - known, dtype=torch.bool, device=device).tril().expand(count, -1, -1)
+        out = target.forward(
+            token_BT[:, known:], position_BT[:, known:], causal, cache, taps=self.taps, logits_to_keep=1
+        )
+        cache.slots.commit([list(range(size - known))] * count)
+        if self.head is None and known < size - 1:
+            kept = target.new_cache(1, capacity=size)
+            kept.slots.append_rows(cache.slots, [0])
+            self.prefilled = (requests[0].prompt_ids, kept)
         first = []
         for b, row in enumerate(rows):
             score = process(out.logits_BNV[b, -1], row.settings, row.history)
@@ -275,6 +286,24 @@ class _Batch:
                     state = self.head.select_rows(state, staying)
             self._join([rows[b] for b in staying], cache, staying, state)
         yield from (row.result() for row in rows if row.finish_reason)
+
+    def _shared_prefix(self, requests: list[Request]) -> int:
+        """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often.
+
+        With a head nothing is reused, since the head needs the features of the whole prompt.
+        """
+        if self.prefilled is None:
+            return 0
+        shared = len(requests[0].prompt_ids) - 1  # the last token must run, for its logits
+        for request in requests:
+            pairs = zip(request.prompt_ids[:shared], self.prefilled[0], strict=False)
+            same = 0
+            for ours, theirs in pairs:
+                if ours != theirs:
+                    break
+                same += 1
+            shared = min(shared, same)
+        return shared
 
     def _join(self, rows: list[_Row], cache: SlotCache, kept: list[int], state: State) -> None:
         if self.cache is None:

@@ -87,15 +87,22 @@ class Slots:
         for b, path in enumerate(kept):
             self.length[b] += len(path)
 
-    def append_rows(self, other: Slots, rows: list[int]) -> None:
-        """Take rows of another cache of the same model as the new last rows, in that order."""
-        assert self.stacks, "a cache takes rows after its first forward"
+    def append_rows(self, other: Slots, rows: list[int], length: int | None = None) -> None:
+        """Take copies of rows of another cache of the same model as the new last rows, in that order; a row may repeat.
+
+        With `length`, only that many of each row's committed tokens.
+        """
+        if not self.stacks:
+            self.stacks = [(k[:, :0], v[:, :0]) for k, v in other.stacks]
+            self.view = dict(other.view)
+            self.capacity = max(self.capacity, other.capacity)
+            self.rows, self.length = 0, []
         if self.rows + len(rows) > self.stacks[0][0].shape[1]:
             self._reserve(max(2 * self.rows, self.rows + len(rows)))
-        if max(other.length) > self.capacity:
-            self._grow(max(other.length))
-        for row in rows:
-            size = other.length[row]
+        sizes = [other.length[row] if length is None else length for row in rows]
+        if max(sizes) > self.stacks[0][0].shape[3]:
+            self._grow(max(max(sizes), self.capacity))
+        for row, size in zip(rows, sizes, strict=True):
             for (k, v), (ok, ov) in zip(self.stacks, other.stacks, strict=True):
                 k[:, self.rows, :, :size] = ok[:, row, :, :size]
                 v[:, self.rows, :, :size] = ov[:, row, :, :size]
@@ -122,16 +129,16 @@ class Slots:
         ]
 
     def _grow(self, needed: int) -> None:
-        capacity = max(2 * self.capacity, needed)
-        grown = []
-        for k, v in self.stacks:
-            new_k = k.new_zeros(*k.shape[:3], capacity, k.shape[4])
-            new_v = v.new_zeros(*v.shape[:3], capacity, v.shape[4])
-            new_k[:, :, :, : self.capacity] = k
-            new_v[:, :, :, : self.capacity] = v
-            grown.append((new_k, new_v))
-        self.stacks = grown
+        """Make every row hold at least `needed` slots; doubles, so that growth is rare."""
+        capacity = max(2 * self.capacity if needed > self.capacity else self.capacity, needed)
+        self.stacks = [tuple(self._longer(t, capacity) for t in stack) for stack in self.stacks]  # type: ignore[misc]
         self.capacity = capacity
+
+    @staticmethod
+    def _longer(t: Tensor, capacity: int) -> Tensor:
+        grown = t.new_zeros(*t.shape[:3], capacity, t.shape[4])
+        grown[:, :, :, : t.shape[3]] = t
+        return grown
 
     def relative(self, device: torch.device | str) -> Tensor:
         """Return [B, S]: for each slot in use, its index among the row's uncommitted slots; negative where committed."""

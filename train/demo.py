@@ -1,0 +1,161 @@
+"""The whole path on one machine: a real model, its own words, two heads, and what they are worth.
+
+    headway demo --minutes 25
+
+Every stage leaves a finished artefact in the run folder and is skipped when that is there, so an interrupted demo is
+continued by the same command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from headway.data.distill import distill
+from headway.data.magpie import write_prompts
+from headway.data.prompts import read_rows
+from headway.heads.common.checkpoint import load_head
+from headway.heads.common.errors import HeadwayError
+from headway.inference.embedded import smollm2
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+from headway.inference.tune import load_policy, save_policy, tune
+from headway.train.config import make_config
+from headway.train.loop import train
+
+SHARES = {"prompts": 0.12, "distil": 0.34, "medusa": 0.10, "eagle3": 0.26}
+"""Parts of the time; the rest goes to tuning, the bench and start-up."""
+ANSWERS = Settings(max_new_tokens=192)
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {"num_heads": 3, "draft_vocab_size": 8192},
+    "eagle3": {"steps": 4, "draft_vocab_size": 8192},
+}
+BATCH_ROWS = 32
+BENCH_TOKENS = 96
+
+
+def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path | None = None) -> dict[str, Any]:
+    """Run the demo within about `minutes`, installation not counted, and return the bench's report.
+
+    Raises HeadwayError for a budget too small to train anything.
+    """
+    if minutes < 2:
+        raise HeadwayError(f"--minutes is {minutes}; the demo needs at least 2")
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    begin = perf_counter()
+    seconds = {name: share * 60 * minutes for name, share in SHARES.items()}
+    stages = _Stages(folder / "stages.json")
+
+    model_folder = smollm2(model) if model is not None else smollm2()
+    target = Target.load(model_folder, dtype="bfloat16")
+    _say(f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads")
+
+    prompts = folder / "prompts.jsonl"
+    stages.run(
+        "1/6 the target writes prompts",
+        lambda: write_prompts(target, prompts, count=100_000, batch_size=BATCH_ROWS, seconds=seconds["prompts"]),
+    )
+    rows, report = read_rows(str(prompts))
+    _say(str(report))
+    stages.run(
+        "2/6 the target answers them",
+        lambda: distill(
+            target, rows, folder / "dialogs", settings=ANSWERS, batch_size=BATCH_ROWS, source=str(prompts), seconds=seconds["distil"]
+        ),
+    )
+    for number, name in ((3, "medusa"), (4, "eagle3")):
+        config = make_config(
+            {
+                "family": name,
+                "target": target.info.name,
+                "dialogs": str(folder / "dialogs"),
+                "out": str(folder / name),
+                "dtype": "bfloat16",
+                "autocast": True,
+                "max_seconds": seconds[name],
+                "lr": 1e-3,
+                "tokens_per_batch": 2048,
+                "head": HEADS[name],
+                "eval_prompts": 8,
+            }
+        )
+        stages.run(f"{number}/6 train {name}", lambda config=config: train(config, target=target))  # type: ignore[misc]
+
+    heads = {name: load_head(folder / name / "head", target, dtype=target.dtype) for name in HEADS}
+    calibration = [row.token_ids[: row.spans[0][0]] for row in _calibration(folder / "dialogs")]
+    for name, head in heads.items():
+        stages.run(
+            f"5/6 choose a tree for {name}",
+            lambda name=name, head=head: save_policy(folder / name / "head", target, tune(target, head, calibration)),  # type: ignore[misc]
+        )
+    result = _bench(target, heads, folder)
+    _say(f"done in {(perf_counter() - begin) / 60:.1f} minutes; heads, report and plot are in {folder}")
+    return result
+
+
+def _calibration(folder: Path) -> list[Any]:
+    from headway.data.dialogs import read_dialogs
+
+    return read_dialogs(folder)[:16]
+
+
+def _bench(target: Target, heads: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Bench both heads on the shipped HumanEval and GSM8K prompts; print the table, keep report and plot."""
+    from headway.inference.bench import bench, print_report, save_plot, save_report
+
+    prompts = _bench_prompts(target)
+    _say(f"6/6 bench: {len(prompts)} prompts of HumanEval and GSM8K, {BENCH_TOKENS} tokens each")
+    policies = {name: (head, load_policy(folder / name / "head", target.dtype)) for name, head in heads.items()}
+    report = bench(target, policies, prompts, Settings(max_new_tokens=BENCH_TOKENS))
+    save_report(report, folder / "report.json")
+    print_report(report)
+    save_plot(report, folder / "report.png")
+    return report
+
+
+def _bench_prompts(target: Target, each: int = 10) -> list[tuple[str, str, list[int]]]:
+    from importlib.resources import files
+
+    from headway.data.chat import prompt_ids
+
+    assert target.tokenizer is not None
+    out = []
+    for name in ("humaneval", "gsm8k"):
+        source = files("headway.data") / "prompts" / f"{name}.jsonl"
+        for line in source.read_text(encoding="utf-8").splitlines()[:each]:
+            row = json.loads(line)
+            ids = prompt_ids(target.tokenizer, [{"role": "user", "content": row["turns"][0]}])
+            out.append((str(row["question_id"]), name, ids))
+    return out
+
+
+class _Stages:
+    """Which stages are done, kept in a small file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def run(self, name: str, work: Callable[[], Any]) -> None:
+        """Do a stage unless it is done; remember how long it took."""
+        if name in self.done:
+            _say(f"{name}: done before, in {self.done[name]:.0f} s")
+            return
+        _say(name)
+        begin = perf_counter()
+        work()
+        self.done[name] = round(perf_counter() - begin, 1)
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text(json.dumps(self.done, indent=1) + "\n", encoding="utf-8")
+        os.replace(aside, self.path)
+
+
+def _say(text: str) -> None:
+    print(f"demo: {text}", flush=True)
