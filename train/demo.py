@@ -67,7 +67,13 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     stages.run(
         "2/6 the target answers them",
         lambda: distill(
-            target, rows, folder / "dialogs", settings=ANSWERS, batch_size=BATCH_ROWS, source=str(prompts), seconds=seconds["distil"]
+            target,
+            rows,
+            folder / "dialogs",
+            settings=ANSWERS,
+            batch_size=BATCH_ROWS,
+            source=str(prompts),
+            seconds=seconds["distil"],
         ),
     )
     for number, name in ((3, "medusa"), (4, "eagle3")):

@@ -66,7 +66,7 @@ class RunFolder:
         saved = self.read_run()
         if saved is not None:
             self._check_same(saved, json.loads(json.dumps(config.to_json())), dialogs_sha256)
-        elif self.path.is_dir() and any(self.path.iterdir()):
+        elif self.path.is_dir() and any(not p.name.startswith(".") for p in self.path.iterdir()):
             raise HeadwayError(f"{self.path} is not empty and holds no run; give another folder: out=...")
         return saved
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -139,7 +140,15 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             "set tracker=none"
         )
     trackers = None if config.tracker == "none" else [config.tracker]
-    accelerator = Accelerator(log_with=trackers, project_dir=config.out if trackers else None)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    # Without a GPU, several processes find each other only where accelerate is told to stay on the CPU.
+    on_cpu = world_size > 1 and not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=on_cpu, log_with=trackers, project_dir=config.out if trackers else None)
+    if accelerator.num_processes != world_size:
+        raise HeadwayError(
+            f"{world_size} processes were launched, but accelerate sees {accelerator.num_processes}; launch one, or see "
+            "recipes/accelerate/cpu.yaml for several on a CPU"
+        )
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in supported:
         raise HeadwayError(

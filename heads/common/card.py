@@ -13,7 +13,7 @@ tags:
 - {family}{base}
 ---
 
-# {title} head for {target}
+# {family} head for {target}
 
 A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance
 the output is the target's own.
@@ -63,7 +63,6 @@ def model_card(config: dict[str, Any]) -> str:
     on_hub = target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
     return CARD.format(
         family=config["family"],
-        title=config["family"].upper() if len(config["family"]) < 4 else config["family"].capitalize(),
         base=f"\nbase_model: {target['name']}" if on_hub else "",
         target=target["name"],
         revision=target["revision"] or "local files",

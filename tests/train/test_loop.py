@@ -300,3 +300,29 @@ def test_the_command(tmp_path: Path, dialogs: Path, tiny: Target, capsys: pytest
     assert not (tmp_path / "other").exists()
     assert main([]) == 2
     assert main(["--help"]) == 0
+
+
+def test_a_tracker_that_is_not_installed_is_refused(
+    recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "find_spec", lambda name: None)
+    config = recipe(tracker="wandb")
+    with pytest.raises(HeadwayError, match=r"pip install headway\[wandb\]"):
+        train(config, target=tiny)
+    assert not Path(config.out).exists()
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_head(tmp_path: Path, dialogs: Path, tiny: Target) -> None:
+    save_target(tiny, tmp_path / "tiny")
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(ROOT / "recipes" / "accelerate" / "cpu.yaml"), "--main_process_port", "0"]
+    command += [str(ROOT / "train" / "train_heads.py"), str(ROOT / "recipes" / "tiny" / "eagle3.yaml")]
+    command += [f"target={tmp_path / 'tiny'}", f"dialogs={dialogs}", f"out={tmp_path / 'run'}", "max_steps=3"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("head saved in") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "lr" in row] == [1, 2, 3]
+    load_head(tmp_path / "run" / "head", Target.load(tmp_path / "tiny"))
