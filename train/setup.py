@@ -146,8 +146,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     accelerator = Accelerator(cpu=on_cpu, log_with=trackers, project_dir=config.out if trackers else None)
     if accelerator.num_processes != world_size:
         raise HeadwayError(
-            f"{world_size} processes were launched, but accelerate sees {accelerator.num_processes}; launch one, or see "
-            "recipes/accelerate/cpu.yaml for several on a CPU"
+            f"{world_size} processes were launched, but accelerate sees {accelerator.num_processes}; launch one, or "
+            "see recipes/accelerate/cpu.yaml for several on a CPU"
         )
     supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     if accelerator.distributed_type not in supported:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+SHARED = [WEIGHTS, CARD, "*.json"]
+"""What goes to the hub and comes from it: the three files, and figures kept beside them, such as a tuned tree."""
 
 
 def save_head(
@@ -124,7 +126,7 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
     api = HfApi(token=token)
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=[WEIGHTS, CONFIG, CARD])
+        api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=SHARED)
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as e:
         raise HeadwayError(
             f"cannot push to {repo_id!r}: {_first_line(e)} Log in with `hf auth login`, or try later"
@@ -249,7 +251,7 @@ def _folder(source: Path | str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(text, revision=revision, allow_patterns=[WEIGHTS, CONFIG, CARD]))
+        return Path(snapshot_download(text, revision=revision, allow_patterns=SHARED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         raise HeadwayError(f"no folder {text!r}, and the hub gave no head of that id: {_first_line(e)}") from e
 
