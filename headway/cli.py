@@ -1,0 +1,561 @@
+"""The console script `headway`. What takes long to import is imported by the command that needs it.
+
+A command checks everything it is given before it reads weights. An error of the user's is one line and exit code 2;
+Ctrl-C is exit code 130.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway import __version__
+from headway.heads.common.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway.inference.sampling import Settings
+
+app = typer.Typer(
+    name="headway",
+    help="Train Medusa and EAGLE heads on a frozen language model, and decode with them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+TargetOption = Annotated[str, typer.Option("--target", "-t", help="Hub id, model folder or .gguf file.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub target.")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, ...")]
+TreeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tree",
+        help="off, chain:4, dynamic:depth=4,top_k=4,nodes=12, static:0/1/0.0, or auto (the head's tree.json, else chain:3).",
+    ),
+]
+PromptsOption = Annotated[
+    list[str], typer.Option("--prompts", "-p", help="A .jsonl, .json or .parquet file, or a hub id; may be repeated.")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first N rows of each prompts file.")]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="1 is off.")]
+TopKOption = Annotated[int, typer.Option("--top-k", help="0 is off.")]
+MinPOption = Annotated[float, typer.Option("--min-p", help="0 is off.")]
+SeedOption = Annotated[int, typer.Option(help="Names the noise of sampling.")]
+NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")]
+TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="Jinja file, in place of the tokenizer's.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def command(name: str, **extra: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command whose errors are one line."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except HeadwayError as e:
+                print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+                raise typer.Exit(2) from None
+            except KeyboardInterrupt:
+                print("headway: interrupted", file=sys.stderr)
+                raise typer.Exit(130) from None
+
+        return app.command(name, **extra)(guarded)
+
+    return register
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app(list(sys.argv[1:] if argv is None else argv), prog_name="headway")
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else int(e.code is not None)
+    return 0
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train Medusa and EAGLE heads on a frozen language model, and decode with them."""
+
+
+@command("generate")
+def generate_command(
+    target: TargetOption,
+    head: Annotated[str | None, typer.Option(help="Head folder, run folder or hub id; none decodes plainly.")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Text file; - is standard input.")] = None,
+    max_new_tokens: NewTokensOption = 128,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: SeedOption = 0,
+    accept: Annotated[
+        str, typer.Option(help="exact: as the target alone; greedy: exact at temperature 0; typical: lossy.")
+    ] = "exact",
+    epsilon: Annotated[float, typer.Option(help="Of typical acceptance.")] = 0.09,
+    delta: Annotated[float, typer.Option(help="Of typical acceptance.")] = 0.3,
+    tree: TreeOption = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the bare text, without the chat template.")] = False,
+    chat_template: TemplateOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a prompt, streaming the text; with --json one object: text, token_ids, finish_reason, figures."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.heads.common.checkpoint import load_head
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_info, load_tokenizer
+
+    inputs.quiet()
+    dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
+    settings = Settings(
+        max_new_tokens=max_new_tokens,
+        temperature=_temperature(accept, temperature),
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        accept="typical" if accept == "typical" else "exact",
+        epsilon=epsilon,
+        delta=delta,
+        stop=tuple(stop or ()),
+    )
+    text = inputs.prompt_text(prompt, prompt_file)
+    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    if chat_template is not None:
+        use_template(tokenizer, chat_template)
+    ids = inputs.tokenize_prompt(tokenizer, text, raw)
+    inputs.check_length(info, len(ids))
+    source = None if head is None else inputs.head_source(head)
+    if source is None and policy is not None:
+        raise HeadwayError(f"--tree {tree} has no head to grow it; give --head")
+    if source is not None:
+        inputs.check_head(source, info)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded_head = None
+    if source is not None:
+        loaded_head = load_head(source, loaded)
+        policy = policy if policy is not None else inputs.saved_tree(source, loaded)
+    _answer(loaded, ids, settings, loaded_head, policy, as_json)
+
+
+def _temperature(accept: str, temperature: float) -> float:
+    """Return the temperature that --accept leaves. Raises HeadwayError where they contradict."""
+    if accept not in ("exact", "greedy", "typical"):
+        raise HeadwayError(f"unknown --accept {accept!r}; allowed: exact, greedy, typical")
+    if accept == "greedy" and temperature > 0:
+        print(
+            f"headway: --accept greedy decodes at temperature 0; --temperature {temperature} is unused", file=sys.stderr
+        )
+        return 0.0
+    if accept == "typical" and temperature == 0:
+        raise HeadwayError("--accept typical compares probabilities; give --temperature above 0 (at 0 use greedy)")
+    return temperature
+
+
+def _answer(target: Any, ids: list[int], settings: Settings, head: Any, policy: Any, as_json: bool) -> None:
+    """Answer one prompt on the screen."""
+    from headway.inference.generate import Request, generate
+    from headway.inference.stream import TextStream
+
+    stream = TextStream(target.tokenizer, target.eos_ids, settings.stop)
+    show = (lambda piece: None) if as_json else (lambda piece: print(piece, end="", flush=True))
+    begin = perf_counter()
+    (result,) = generate(
+        target,
+        [Request(ids, settings)],
+        head=head,
+        policy=policy,
+        on_tokens=lambda request, tokens: show(stream.feed(tokens)),
+    )
+    seconds = perf_counter() - begin
+    show(stream.finish() if as_json else stream.finish() + "\n")
+    figures = {
+        "text": stream.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "new_tokens": result.new_tokens,
+        "rounds": result.rounds,
+        "accepted_length": result.accepted_length,
+        "tokens_per_s": result.new_tokens / seconds,
+        "mode": target.mode,
+        "lossy": head is not None and settings.accept == "typical",
+    }
+    if as_json:
+        print(json.dumps(figures, ensure_ascii=False))
+        return
+    print(
+        f"[{result.new_tokens} tokens in {seconds:.1f} s, {figures['tokens_per_s']:.1f} tokens/s; "
+        f"{result.rounds} rounds, accepted length {result.accepted_length:.2f}; ended by {result.finish_reason}"
+        f"{'; lossy' if figures['lossy'] else ''}]",
+        file=sys.stderr,
+    )
+
+
+@command("bench")
+def bench_command(
+    target: TargetOption,
+    prompts: PromptsOption,
+    head: Annotated[list[str] | None, typer.Option(help="Head folders or hub ids; H1,H2 or repeated.")] = None,
+    limit: LimitOption = None,
+    max_new_tokens: NewTokensOption = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    tree: TreeOption = None,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON report to write.")] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw a PNG beside the report.")] = False,
+    chat_template: TemplateOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+) -> None:
+    """Measure transformers.generate, Headway without a head and each head, side by side; print tables, write JSON."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.data.progress import Progress
+    from headway.heads.common.checkpoint import load_head
+    from headway.inference.bench import bench, print_report, require_matplotlib, save_plot, save_report
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_info, load_tokenizer
+
+    inputs.quiet()
+    dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
+    settings = Settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    if plot and out is None:
+        raise HeadwayError("--plot draws beside the report; give --out report.json")
+    if out is not None:
+        inputs.check_file(out)
+    if plot:
+        require_matplotlib()
+    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    use_template(tokenizer, chat_template)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    sources = [inputs.head_source(h) for given in head or [] for h in given.split(",") if h]
+    for source in sources:
+        inputs.check_head(source, info)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    heads = {
+        name: (load_head(source, loaded), policy if policy is not None else inputs.saved_tree(source, loaded))
+        for name, source in inputs.head_names(sources).items()
+    }
+    progress = Progress("bench: prompts", len(chosen))
+    report = bench(
+        loaded,
+        heads,
+        chosen,
+        settings,
+        batch_size=batch,
+        command=shlex.join(["headway", *sys.argv[1:]]),
+        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+    )
+    progress.close()
+    report["prompts"]["files"] = prompts
+    print_report(report)
+    if out is not None:
+        save_report(report, out)
+        print(f"headway: wrote {out}", file=sys.stderr)
+        if plot:
+            picture = out.with_suffix(".png")
+            save_plot(report, picture)
+            print(f"headway: wrote {picture}", file=sys.stderr)
+
+
+@command("eval")
+def eval_command(
+    target: TargetOption,
+    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
+    prompts: PromptsOption,
+    limit: LimitOption = None,
+    max_new_tokens: NewTokensOption = 128,
+    tree: TreeOption = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    chat_template: TemplateOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a head's accepted length, by category, on greedy answers of the decoder itself."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.heads.common.checkpoint import load_head
+    from headway.inference.generate import default_policy
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_info, load_tokenizer
+    from headway.inference.tree import check_policy
+
+    inputs.quiet()
+    dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
+    Settings(max_new_tokens=max_new_tokens)
+    if out is not None:
+        inputs.check_file(out)
+    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    use_template(tokenizer, chat_template)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    source = inputs.head_source(head)
+    inputs.check_head(source, info)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded_head = load_head(source, loaded)
+    policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
+    check_policy(policy, loaded_head.max_depth)
+    rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens)
+    report = {"target": target, "head": source, "dtype": dtype, "tree": policy.describe(), "rows": rows}
+    if out is not None:
+        from headway.inference.bench import save_report
+
+        save_report(report, out)
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _show_rows(f"{source} on {target}, {policy.describe()}", rows)
+
+
+def _accepted_lengths(target: Any, head: Any, policy: Any, prompts: list[Any], max_new_tokens: int) -> list[dict]:
+    """Return a row per category and one of all."""
+    from headway.data.progress import Progress
+    from headway.train.evaluate import evaluate_accepted_length
+
+    progress = Progress("eval: prompts", len(prompts))
+    rows = []
+    for category in sorted({category for _, category, _ in prompts}):
+        ids = [prompt for _, its, prompt in prompts if its == category]
+
+        def answered() -> bool:
+            progress.add(items=1)
+            return False
+
+        row = evaluate_accepted_length(target, head, policy, ids, max_new_tokens=max_new_tokens, stop=answered)
+        rows.append({"category": category, **row})
+    progress.close()
+    total = {key: sum(row[key] for row in rows) for key in ("tokens", "rounds", "prompts")}
+    length = total["tokens"] / total["rounds"] if total["rounds"] else 1.0
+    return [*rows, {"category": "all", "accepted_length": length, **total}]
+
+
+def _show_rows(title: str, rows: list[dict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("category")
+    for heading in ("prompts", "accepted length", "tokens", "rounds"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        length = f"{row['accepted_length']:.2f}"
+        table.add_row(row["category"], str(row["prompts"]), length, str(row["tokens"]), str(row["rounds"]))
+    Console().print(table)
+
+
+@command("distill")
+def distill_command(
+    target: TargetOption,
+    prompts: Annotated[str, typer.Option("--prompts", "-p", help="A .jsonl, .json or .parquet file, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for the dialogs; one begun alike is continued.")],
+    split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
+    limit: LimitOption = None,
+    max_new_tokens: NewTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers under way at once.")] = 8,
+    max_tokens_total: Annotated[int | None, typer.Option(min=1, help="Begin no answer beyond so many tokens.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin no answer after so long.")] = None,
+    chat_template: TemplateOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+) -> None:
+    """Have the target answer prompts; its token ids are what a head learns."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.data.distill import distill
+    from headway.data.prompts import read_rows
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_tokenizer
+
+    inputs.quiet()
+    dtype, device = inputs.check_dtype(dtype), inputs.check_device(device)
+    settings = Settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    inputs.check_folder(out)
+    rows, report = read_rows(prompts, split=split, limit=limit)
+    print(report, file=sys.stderr)
+    tokenizer = load_tokenizer(target, revision=revision)
+    use_template(tokenizer, chat_template)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    seconds = None if minutes is None else 60 * minutes
+    distill(
+        loaded,
+        rows,
+        out,
+        settings=settings,
+        batch_size=batch_size,
+        source=prompts,
+        max_tokens_total=max_tokens_total,
+        seconds=seconds,
+    )
+
+
+@command("prompts")
+def prompts_command(
+    target: TargetOption,
+    count: Annotated[int, typer.Option(min=1, help="Prompts wanted.")],
+    out: Annotated[Path, typer.Option(help="File for the prompts; one begun alike is continued.")],
+    max_new_tokens: NewTokensOption = 160,
+    temperature: TemperatureOption = 1.0,
+    top_p: TopPOption = 0.95,
+    top_k: TopKOption = 0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts under way at once.")] = 8,
+    minutes: Annotated[float | None, typer.Option(help="Begin no prompt after so long.")] = None,
+    chat_template: TemplateOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+) -> None:
+    """Have the target write prompts of its own, from its chat template up to where a user's words begin."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.data.magpie import write_prompts
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_tokenizer
+
+    inputs.quiet()
+    dtype, device = inputs.check_dtype(dtype), inputs.check_device(device)
+    settings = Settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    if settings.greedy:
+        raise HeadwayError("--temperature 0 would write the same prompt again and again; give more than 0")
+    inputs.check_file(out)
+    tokenizer = load_tokenizer(target, revision=revision)
+    use_template(tokenizer, chat_template)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    seconds = None if minutes is None else 60 * minutes
+    write_prompts(loaded, out, count, settings=settings, batch_size=batch_size, seconds=seconds)
+
+
+@command("train", context_settings={"ignore_unknown_options": True})
+def train_command(
+    recipe: Annotated[str, typer.Argument(help="YAML file, such as those in recipes/.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys of the recipe.")] = None,
+) -> None:
+    """Train the head that a recipe describes, or continue its run; as `accelerate launch train/train_heads.py` does."""
+    from headway.train.config import load_recipe
+    from headway.train.train_heads import main as train
+
+    load_recipe(recipe, overrides or [])
+    from headway import inputs
+
+    inputs.quiet()
+    raise typer.Exit(train([recipe, *(overrides or [])]))
+
+
+@command("push")
+def push_command(
+    run: Annotated[str, typer.Argument(help="Head folder, or run folder of `headway train`.")],
+    repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
+) -> None:
+    """Upload a head to the hub."""
+    from headway.heads.common.checkpoint import push_to_hub
+    from headway.inputs import head_source, head_tensors
+
+    if repo.count("/") != 1 or not all(repo.split("/")):
+        raise HeadwayError(f"{repo!r} is no repository id; give user/name")
+    source = head_source(run)
+    if not Path(source).is_dir():
+        raise HeadwayError(f"no folder {run!r}; give a head folder, or a run folder of `headway train`")
+    head_tensors(source)
+    print(push_to_hub(source, repo, private=private))
+
+
+@command("info")
+def info_command(
+    what: Annotated[str, typer.Argument(help="A head (folder, run folder, hub id) or a target.")],
+    head: Annotated[str | None, typer.Option(help="Say whether this head fits the target.")] = None,
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a head or a target is, and whether they fit; exit code 2 when they do not."""
+    from headway import inputs
+    from headway.describe import describe_head, describe_target, is_head
+
+    inputs.quiet()
+    source = inputs.head_source(what)
+    if is_head(source):
+        if head is not None:
+            raise HeadwayError(
+                f"{what} is a head itself; give a target to compare it with: headway info TARGET --head H"
+            )
+        facts, reason = {"head": describe_head(source)}, ""
+    else:
+        facts, reason = describe_target(what, None if head is None else inputs.head_source(head), revision)
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+    else:
+        for kind, values in facts.items():
+            print(kind if isinstance(values, dict) else f"{kind}: {values}")
+            for name, value in values.items() if isinstance(values, dict) else ():
+                print(f"  {name:<16} {value if not isinstance(value, dict) else json.dumps(value)}")
+    if reason:
+        raise HeadwayError(reason)
+
+
+@command("demo")
+def demo_command(
+    minutes: Annotated[float, typer.Option(help="Budget of the whole run; more trains better heads.")] = 25,
+    out: Annotated[Path, typer.Option(help="Folder for all it makes; one begun is continued.")] = Path("runs/demo"),
+) -> None:
+    """Get a small model, write prompts, distil, train two heads, measure them: everything, once."""
+    from headway import inputs
+    from headway.train.demo import main as demo
+
+    if minutes <= 0:
+        raise HeadwayError(f"--minutes is {minutes}; give more than 0")
+    inputs.check_folder(out)
+    inputs.quiet()
+    demo(minutes, out)

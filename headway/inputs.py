@@ -1,0 +1,265 @@
+"""What the commands are given, checked before any weights are read: prompts, heads, trees, files to write."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.heads.common.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from headway.heads.common.protocol import TargetInfo
+    from headway.inference.bench import Prompt
+    from headway.inference.target import Target
+    from headway.inference.tree import Policy
+
+
+def quiet() -> None:
+    """Keep other libraries' warnings and loading bars off the screen."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub)\b")
+
+
+def check_dtype(dtype: str) -> str:
+    """Return `dtype`. Raises HeadwayError for one there is not."""
+    from headway.inference.target import DTYPES
+
+    if dtype not in DTYPES:
+        raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}")
+    return dtype
+
+
+def check_device(device: str) -> str:
+    """Return `device`, `auto` being a GPU where there is one. Raises HeadwayError for one that is not there."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise HeadwayError(f"no device {device!r} here ({str(e).splitlines()[0]}); use auto, cpu or cuda") from None
+    return device
+
+
+def check_file(path: Path) -> Path:
+    """Return `path`. Raises HeadwayError unless a file can be written there."""
+    if path.is_dir():
+        raise HeadwayError(f"{path} is a folder; give the name of a file to write")
+    _check_parent(path)
+    return path
+
+
+def check_folder(path: Path) -> Path:
+    """Return `path`. Raises HeadwayError unless a folder can be made or written there."""
+    if path.exists() and not path.is_dir():
+        raise HeadwayError(f"{path} is a file; give the name of a folder to write")
+    _check_parent(path / "x")
+    return path
+
+
+def _check_parent(path: Path) -> None:
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise HeadwayError(f"cannot write {path}: {parent} is not a folder that can be written; give another place")
+
+
+def prompt_text(prompt: str | None, file: str | None) -> str:
+    """Return the prompt given directly or as a file (`-` is standard input). Raises HeadwayError unless it is one."""
+    if (prompt is None) == (file is None):
+        raise HeadwayError("give one prompt: either --prompt TEXT or --prompt-file FILE (- reads standard input)")
+    text = prompt
+    if file is not None:
+        try:
+            raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+            text = raw.decode("utf-8").removesuffix("\n")
+        except OSError as e:
+            raise HeadwayError(f"cannot read the prompt file {file!r}: {e.strerror}; give an existing file") from None
+        except UnicodeDecodeError:
+            raise HeadwayError(f"the prompt file {file!r} is not UTF-8 text; convert it") from None
+    if not text or not text.strip():
+        raise HeadwayError("the prompt is empty; give some text with --prompt or --prompt-file")
+    return text
+
+
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:
+    """Return the ids of a user's words in the chat template, or of the bare text when `raw`."""
+    from headway.data.chat import prompt_ids, use_template
+    from headway.data.sources import RowError
+
+    if raw:
+        return [int(i) for i in tokenizer(text)["input_ids"]]
+    if not tokenizer.chat_template:
+        name = getattr(tokenizer, "name_or_path", "") or "this target"
+        raise HeadwayError(
+            f"the tokenizer of {name} has no chat template (a base model?); pass --raw to continue the bare text, or "
+            "give a Jinja file with --chat-template FILE"
+        )
+    use_template(tokenizer)
+    try:
+        return prompt_ids(tokenizer, [{"role": "user", "content": text}])
+    except RowError as e:
+        raise HeadwayError(f"{e}; pass --raw to continue the bare text") from e
+
+
+def context_size(info: TargetInfo) -> int:
+    """Return the positions a target was configured for."""
+    return int(info.text_config.get("max_position_embeddings") or 2**31)
+
+
+def check_length(info: TargetInfo, size: int) -> None:
+    """Raise HeadwayError for a prompt of `size` tokens that leaves no room for an answer."""
+    limit = context_size(info)
+    if size >= limit:
+        raise HeadwayError(f"the prompt has {size} tokens, {info.name} takes {limit - 1} at most; shorten it")
+
+
+def bench_prompts(
+    sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, info: TargetInfo, limit: int | None
+) -> list[Prompt]:
+    """Return (id, category, ids) of the first user turn of each row, at most `limit` rows of each source.
+
+    The category is the row's own, else the name of its file. Rows that cannot be used are counted on stderr.
+    """
+    from headway.data.chat import prompt_ids, use_template
+    from headway.data.prompts import read_rows
+    from headway.data.sources import RowError
+
+    use_template(tokenizer)
+    prompts: list[Prompt] = []
+    left_out: dict[str, int] = {}
+    for source in sources:
+        rows, report = read_rows(source, limit=limit)
+        if report.skipped or report.repaired:
+            print(report, file=sys.stderr)
+        categories = _categories(source)
+        for row in rows:
+            first = next(i for i, message in enumerate(row.messages) if message["role"] == "user")
+            try:
+                ids = prompt_ids(tokenizer, row.messages[: first + 1])
+                reason = "too long for the context" if len(ids) >= context_size(info) else ""
+            except RowError as e:
+                ids, reason = [], str(e)
+            if reason:
+                left_out[reason] = left_out.get(reason, 0) + 1
+            else:
+                prompts.append((row.id, categories.get(row.id, Path(source).stem), ids))
+    for reason, count in left_out.items():
+        print(f"headway: {count} prompts left out: {reason}", file=sys.stderr)
+    if not prompts:
+        raise HeadwayError(f"no prompt of {', '.join(sources)} can be used ({', '.join(left_out)}); give shorter ones")
+    return prompts
+
+
+def _categories(source: str) -> dict[str, str]:
+    """Return the `category` of each row of a local file by its id."""
+    from headway.data.sources import raw_rows
+
+    if not Path(source).is_file():
+        return {}
+    found: dict[str, str] = {}
+    for line, raw in raw_rows(source):
+        if isinstance(raw, dict) and isinstance(raw.get("category"), str):
+            given = next((raw[k] for k in ("id", "question_id", "task_id") if raw.get(k) not in (None, "")), None)
+            # A repeated id gets its line number when rows are read.
+            found.setdefault(f"line{line}" if given is None else str(given), raw["category"])
+            found[f"{given}~line{line}"] = raw["category"]
+    return found
+
+
+def head_source(given: str) -> str:
+    """Return the folder of a head: `given`, or the `head` folder in it when it is a training run."""
+    inside = Path(given).expanduser() / "head"
+    return str(inside) if (inside / "config.json").is_file() else given
+
+
+def head_names(sources: Sequence[str]) -> dict[str, str]:
+    """Return a short name -> source for each head: its folder's name, its run's name, or else the path as given."""
+    plain = {}
+    for source in sources:
+        path = Path(source.rstrip("/"))
+        plain[source] = path.absolute().parent.name if path.name == "head" else path.name
+    names = list(plain.values())
+    return {name if names.count(name) == 1 else source: source for source, name in plain.items()}
+
+
+def check_head(source: str, info: TargetInfo) -> dict[str, Any]:
+    """Return a head's config after checking, without reading weights, that it is whole and of the target's sizes."""
+    from headway.heads.common.checkpoint import read_config
+
+    saved = read_config(source)
+    reason = misfit(source, saved, info)
+    if reason:
+        raise HeadwayError(reason)
+    head_tensors(source)
+    return saved
+
+
+def misfit(source: str, saved: dict[str, Any], info: TargetInfo) -> str:
+    """Return why the head of config `saved` cannot work on a target, or ''."""
+    trained = saved["target"]
+    for field in ("model_type", "hidden_size", "num_layers", "vocab_size"):
+        want, have = trained[field], getattr(info, field)
+        if want != have:
+            return (
+                f"head {source} was trained for {trained['name']} with {field} {want}, target {info.name} has {field} "
+                f"{have}; use it with {trained['name']}, or train a head for {info.name}"
+            )
+    return ""
+
+
+def head_tensors(source: str) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a local head, from the file's header; {} for one on the hub.
+
+    Raises HeadwayError where the file is missing, damaged or truncated.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return {}
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise HeadwayError(f"{path} does not exist; save or download the head again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except SafetensorError as e:
+        reason = str(e).splitlines()[0]
+        raise HeadwayError(f"{path} is damaged or truncated ({reason}); save or download the head again") from None
+
+
+def parse_tree(text: str | None) -> Policy | None:
+    """Return the tree asked for on the command line; None for the head's own (`auto`, or nothing asked)."""
+    from headway.inference.tree import parse_policy
+
+    return None if text in (None, "auto") else parse_policy(text or "")
+
+
+def saved_tree(source: str, target: Target) -> Policy | None:
+    """Return the tree tuned for a head on this device and dtype, which lies beside it as tree.json; None without one."""
+    from headway.inference.tune import load_policy
+
+    return load_policy(Path(source).expanduser(), target.dtype, str(target.device))
+
+
+def load_target(name: str, dtype: str, device: str, revision: str | None, tokenizer: Any = None) -> Target:
+    """Return the target; `tokenizer` replaces its own (one that was given a chat template)."""
+    from headway.inference.target import Target
+
+    target = Target.load(name, dtype=dtype, device=device, revision=revision)
+    if tokenizer is not None:
+        target.tokenizer = tokenizer
+    return target

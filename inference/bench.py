@@ -1,0 +1,426 @@
+"""Measures, side by side in one run: transformers.generate, Headway without a head, and Headway with each head.
+
+Every prompt is answered by every method before the next prompt, and who begins rotates, so that a machine that slows
+down slows all of them. Seconds include the prefill.
+
+report     target, mode, settings, environment, command, prompts, rows, rounds, answers
+rows       one per method: tokens_per_s, ratios of it, accepted_length (also per category), identical, ttft_ms, itl_ms
+rounds     one per method with rounds: milliseconds and share of draft, verify and the rest
+answers    one per method and prompt: tokens, rounds, seconds
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from headway import __version__
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Head
+from headway.inference.generate import Request, Times, default_policy, generate
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+from headway.inference.tree import Policy, check_policy
+
+Prompt = tuple[str, str, list[int]]
+"""(id, category, token ids)."""
+
+TRANSFORMERS, PLAIN = "transformers", "plain"
+FORMAT = 1
+WARM_UP_TOKENS = 16
+
+
+@dataclass
+class Answer:
+    """What one method made of one prompt."""
+
+    token_ids: list[int]
+    rounds: int
+    """Target passes after the prefill."""
+    in_rounds: int
+    """Tokens emitted by those."""
+    arrivals: list[tuple[float, int]]
+    """(seconds since the prompt was handed over, tokens that came then)."""
+
+
+Run = Callable[[Sequence[tuple[int, Prompt]], Settings], list[Answer]]
+
+
+def bench(
+    target: Target,
+    heads: Mapping[str, tuple[Head, Policy | None]],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    batch_size: int = 1,
+    command: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Return the report of all methods on `prompts`; `heads` maps a name to a head and its tree (None: the default).
+
+    `on_progress(prompts done, tokens made)` is called as it goes. Raises HeadwayError for no prompts, a tree deeper
+    than its head, or a head named as one of the methods is.
+    """
+    if not prompts:
+        raise HeadwayError("no prompts to measure; give at least one")
+    policies = {}
+    for name, (head, policy) in heads.items():
+        if name in (TRANSFORMERS, PLAIN):
+            raise HeadwayError(f"a head cannot be called {name!r} in a bench; rename its folder")
+        policies[name] = policy if policy is not None else default_policy(head)
+        check_policy(policies[name], head.max_depth)
+    tallies = {TRANSFORMERS: _Tally(TRANSFORMERS), PLAIN: _Tally(PLAIN)}
+    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target), PLAIN: _headway_run(target, tallies[PLAIN].times)}
+    for name, (head, _) in heads.items():
+        tallies[name] = _Tally(name, tree=policies[name].describe())
+        runs[name] = _headway_run(target, tallies[name].times, head, policies[name])
+    numbered = list(enumerate(prompts))
+    groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
+    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
+    for run in runs.values():
+        run(groups[0], short)
+    for tally in tallies.values():
+        tally.forget_warm_up()
+    names = list(runs)
+    for i, group in enumerate(groups):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            begin = perf_counter()
+            answers = runs[name](group, settings)
+            tallies[name].add(group, answers, perf_counter() - begin)
+            if on_progress:
+                on_progress(0, sum(len(answer.token_ids) for answer in answers))
+        if on_progress:
+            on_progress(len(group), 0)
+    return {
+        "format": FORMAT,
+        "target": target.info.name,
+        "revision": target.info.revision,
+        "mode": target.mode,
+        "mode_reason": target.mode_reason,
+        "settings": {**asdict(settings), "batch_size": batch_size},
+        "environment": environment(target),
+        "command": command,
+        "prompts": {"count": len(prompts), "categories": sorted({category for _, category, _ in prompts})},
+        "rows": [tally.row(tallies, settings) for tally in tallies.values()],
+        "rounds": [tally.round() for tally in tallies.values() if tally.times.rounds],
+        "answers": [entry for tally in tallies.values() for entry in tally.entries],
+    }
+
+
+def environment(target: Target) -> dict[str, Any]:
+    """Return what the figures depend on beside the code: dtype, device, threads, versions."""
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    return {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": f"{device.type}: {name}",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "headway": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+@dataclass
+class _Tally:
+    """What one method did so far."""
+
+    name: str
+    tree: str | None = None
+    seconds: float = 0.0
+    times: Times = field(default_factory=Times)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """By prompt number."""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    """Category -> [tokens emitted in rounds, rounds]."""
+
+    def forget_warm_up(self) -> None:
+        self.times.draft = self.times.verify = self.times.other = 0.0
+        self.times.rounds = 0
+
+    def add(self, group: Sequence[tuple[int, Prompt]], answers: Sequence[Answer], seconds: float) -> None:
+        self.seconds += seconds
+        for (number, (prompt_id, category, _)), answer in zip(group, answers, strict=True):
+            self.answers[number] = answer
+            self.by_category[category][0] += answer.in_rounds
+            self.by_category[category][1] += answer.rounds
+            # Prompts of one batch share its seconds.
+            entry = {"name": self.name, "id": prompt_id, "category": category, "tokens": len(answer.token_ids)}
+            self.entries.append({**entry, "rounds": answer.rounds, "seconds": round(seconds / len(group), 4)})
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self.answers.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def same(self, other: _Tally) -> float:
+        """Return the share of prompts answered with the same tokens."""
+        same = [answer.token_ids == other.answers[n].token_ids for n, answer in self.answers.items()]
+        return sum(same) / len(same)
+
+    def row(self, tallies: Mapping[str, _Tally], settings: Settings) -> dict[str, Any]:
+        emitted, rounds = map(sum, zip(*self.by_category.values(), strict=True))
+        reference, plain = tallies[TRANSFORMERS], tallies[PLAIN]
+        compared = settings.greedy and self is not reference
+        exact = settings.greedy or settings.accept == "exact"
+        gaps = [gap for answer in self.answers.values() for gap in _gaps(answer)]
+        row: dict[str, Any] = {
+            "name": self.name,
+            "tokens_per_s": self.tokens_per_s,
+            "ratio_vs_transformers": self.tokens_per_s / reference.tokens_per_s,
+            "ratio_vs_plain": self.tokens_per_s / plain.tokens_per_s,
+            "accepted_length": _per(emitted, rounds),
+            "identical": self.same(reference) if compared else None,
+            "identical_to_plain": self.same(plain) if exact and self not in (reference, plain) else None,
+            "ttft_ms": 1000 * median(answer.arrivals[0][0] for answer in self.answers.values()),
+            "itl_ms": 1000 * median(gaps) if gaps else None,
+            "accepted_length_by_category": {c: _per(*counts) for c, counts in sorted(self.by_category.items())},
+            "target_passes": rounds + len(self.answers),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tree": self.tree,
+        }
+        if compared:
+            row["different"] = [
+                e["id"] for e, n in zip(self.entries, self.answers, strict=True) if self._differs(n, reference)
+            ]
+        return row
+
+    def _differs(self, number: int, other: _Tally) -> bool:
+        return self.answers[number].token_ids != other.answers[number].token_ids
+
+    def round(self) -> dict[str, Any]:
+        """Return where the time of a round went."""
+        times = self.times
+        total = times.draft + times.verify + times.other
+        out: dict[str, Any] = {"name": self.name, "rounds": times.rounds, "round_ms": 1000 * total / times.rounds}
+        for part in ("draft", "verify", "other"):
+            out[f"{part}_ms"] = 1000 * getattr(times, part) / times.rounds
+            out[f"{part}_share"] = getattr(times, part) / total
+        return out
+
+
+def _per(emitted: int, rounds: int) -> float:
+    return emitted / rounds if rounds else 1.0
+
+
+def _gaps(answer: Answer) -> list[float]:
+    """Return the seconds each token after the first took; tokens that came together share the time since the last."""
+    gaps = []
+    for (before, _), (now, count) in zip(answer.arrivals, answer.arrivals[1:], strict=False):
+        gaps += [(now - before) / count] * count
+    return gaps
+
+
+def _headway_run(target: Target, times: Times, head: Head | None = None, policy: Policy | None = None) -> Run:
+    def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
+        arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number, _ in group}
+        requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in group]
+        begin = perf_counter()
+
+        def arrived(request: Request, tokens: list[int]) -> None:
+            arrivals[request.id].append((perf_counter() - begin, len(tokens)))
+
+        results = generate(
+            target, requests, head=head, policy=policy, batch_size=len(group), on_tokens=arrived, times=times
+        )
+        answers = {r.id: Answer(r.token_ids, r.rounds, sum(r.accepted_per_round), arrivals[r.id]) for r in results}
+        return [answers[number] for number, _ in group]
+
+    return run
+
+
+class _Arrivals:
+    """A streamer of transformers that notes when tokens come."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begin = perf_counter()
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        """Take the prompt first, then each step's tokens."""
+        if self._prompt_seen:
+            self.seconds.append(perf_counter() - self._begin)
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _transformers_run(target: Target) -> Run:
+    def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
+        prompts = [ids for _, (_, _, ids) in group]
+        size = max(map(len, prompts))
+        pad = _pad_id(target)
+        rows = [[pad] * (size - len(ids)) + ids for ids in prompts]
+        mask = [[0] * (size - len(ids)) + [1] * len(ids) for ids in prompts]
+        budget = min(settings.max_new_tokens, target.max_positions - size)
+        streamer = _Arrivals()
+        torch.manual_seed(settings.seed)
+        out = target.model.generate(  # type: ignore[operator]
+            input_ids=torch.tensor(rows, device=target.device),
+            attention_mask=torch.tensor(mask, device=target.device),
+            max_new_tokens=budget,
+            pad_token_id=pad,
+            eos_token_id=list(_eos(target, settings)) or None,
+            streamer=streamer,
+            **_sampling(settings),
+        )
+        answers = []
+        for row in out[:, size:].tolist():
+            ids = _until_end(row, _eos(target, settings))
+            arrivals = [(seconds, 1) for seconds in streamer.seconds[: len(ids)]]
+            answers.append(Answer(ids, len(ids) - 1, len(ids) - 1, arrivals))
+        return answers
+
+    return run
+
+
+def _eos(target: Target, settings: Settings) -> tuple[int, ...]:
+    return target.eos_ids if settings.eos_ids is None else settings.eos_ids
+
+
+def _pad_id(target: Target) -> int:
+    pad = getattr(target.tokenizer, "pad_token_id", None)
+    return pad if pad is not None else next(iter(target.eos_ids), 0)
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """Return the settings as transformers calls them, overriding what the model's generation config says."""
+    common = {"repetition_penalty": settings.repetition_penalty, "num_beams": 1}
+    if settings.greedy:
+        return {"do_sample": False, **common}
+    drawn = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    if settings.min_p > 0:
+        drawn["min_p"] = settings.min_p
+    return {"do_sample": True, **drawn, **common}
+
+
+def _until_end(ids: list[int], eos: tuple[int, ...]) -> list[int]:
+    """Return the tokens up to the first end token, that one included; what follows is padding."""
+    end = next((i for i, token in enumerate(ids) if token in eos), len(ids) - 1)
+    return ids[: end + 1]
+
+
+def save_report(report: dict[str, Any], path: Path | str) -> None:
+    """Write a report as JSON, aside and then renamed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def print_report(report: dict[str, Any], console: Any = None) -> None:
+    """Print a report's tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = console or Console()
+    place = report["environment"]
+    table = Table(title=f"{report['target']}, {place['dtype']}, {report['prompts']['count']} prompts")
+    table.add_column("method")
+    heading = ["tokens/s", "x transformers", "x plain", "accepted length", "identical", "first token ms", "token ms"]
+    for title in heading:
+        table.add_column(title, justify="right")
+    for row in report["rows"]:
+        same = "-" if row["identical"] is None else f"{row['identical']:.0%}"
+        cells = [f"{row[key]:.2f}" for key in ("ratio_vs_transformers", "ratio_vs_plain", "accepted_length")]
+        token_ms = "-" if row["itl_ms"] is None else f"{row['itl_ms']:.1f}"
+        table.add_row(row["name"], f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", token_ms)
+    console.print(table)
+    if len(report["prompts"]["categories"]) > 1:
+        console.print(_category_table(report))
+    if report["rounds"]:
+        console.print(_round_table(report))
+
+
+def _category_table(report: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="accepted length by category")
+    table.add_column("method")
+    for category in report["prompts"]["categories"]:
+        table.add_column(category, justify="right")
+    for row in report["rows"][2:]:
+        values = row["accepted_length_by_category"]
+        table.add_row(row["name"], *(f"{values[c]:.2f}" for c in report["prompts"]["categories"]))
+    return table
+
+
+def _round_table(report: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="where the time of a round goes")
+    table.add_column("method")
+    for title in ("rounds", "round ms", "draft", "verify", "other"):
+        table.add_column(title, justify="right")
+    for row in report["rounds"]:
+        parts = [f"{row[p + '_ms']:.2f} ({row[p + '_share']:.0%})" for p in ("draft", "verify", "other")]
+        table.add_row(row["name"], str(row["rounds"]), f"{row['round_ms']:.2f}", *parts)
+    return table
+
+
+def require_matplotlib() -> None:
+    """Raise HeadwayError unless a plot can be drawn."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise HeadwayError("a plot needs matplotlib, which is not installed; pip install 'headway[plot]'")
+
+
+def save_plot(report: dict[str, Any], path: Path | str) -> None:
+    """Draw tokens per second and accepted length of each method into a PNG. Raises HeadwayError without matplotlib."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, place = report["rows"], report["environment"]
+    figure = Figure(figsize=(7, 0.7 * len(rows) + 1.6), layout="constrained")
+    axes = figure.add_subplot()
+    colours = ["0.65", "0.45", *(f"C{i}" for i in range(len(rows) - 2))]
+    bars = axes.barh([row["name"] for row in rows], [row["tokens_per_s"] for row in rows], color=colours)
+    notes = [f"{r['ratio_vs_transformers']:.2f}x, accepted length {r['accepted_length']:.2f}" for r in rows]
+    axes.bar_label(bars, notes, padding=4)
+    axes.invert_yaxis()
+    axes.margins(x=0.45)
+    axes.set_xlabel("tokens per second")
+    axes.set_title(
+        f"{Path(report['target']).name}, {place['dtype']}, batch {report['settings']['batch_size']}, "
+        f"{report['prompts']['count']} prompts, {place['threads']} threads",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    FigureCanvasAgg(figure).print_png(str(aside))
+    aside.replace(path)
