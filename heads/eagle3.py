@@ -57,7 +57,9 @@ class Config(HeadConfig):
         if self.steps < 1:
             raise HeadwayError(f"head.steps is {self.steps}; at least 1 is needed")
         if self.draft_vocab_size < 0:
-            raise HeadwayError(f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more")
+            raise HeadwayError(
+                f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more"
+            )
 
     @classmethod
     def defaults(cls, info: TargetInfo) -> dict[str, Any]:
@@ -206,8 +208,8 @@ class Head(BaseHead):
         taps begin unused.
         """
         D = self.config.hidden_size
-        weight = self.frozen.lm_head_weight()
-        self.lm_head.weight.copy_(weight if self.draft_vocab is None else weight[self.draft_vocab])
+        words = self.frozen.lm_head_weight()
+        self.lm_head.weight.copy_(words if self.draft_vocab is None else words[self.draft_vocab])
         self.fc.weight.normal_(std=0.002)
         self.fc.weight[:, -D:] += torch.eye(D)
         final = self.frozen.final_norm()
@@ -222,10 +224,10 @@ class Head(BaseHead):
             if name in source and source[name].shape == own[goal].shape:
                 own[goal].copy_(source[name])
         for p in ("q_proj", "k_proj", "v_proj"):
-            name, goal = f"self_attn.{p}.weight", own[f"{p}.weight"]
-            if name in source and source[name].shape[0] == goal.shape[0] and source[name].shape[1] == D:
-                goal[:, :D].normal_(std=0.01)
-                goal[:, D:].copy_(source[name])
+            weight, both = source.get(f"self_attn.{p}.weight"), own[f"{p}.weight"]
+            if weight is not None and weight.shape == (both.shape[0], D):
+                both[:, :D].normal_(std=0.01)
+                both[:, D:].copy_(weight)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self.frozen.embed(ids).to(self.fc.weight.dtype)
@@ -331,7 +333,9 @@ def _attend_slots(q: Tensor, k: Tensor, v: Tensor, seen_BTS: Tensor) -> Tensor:
     return torch.matmul(weight.view(B, K, -1, weight.shape[-1]), v).view(B, H, T, d)
 
 
-def _attend_steps(q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], later_TT: Tensor) -> Tensor:
+def _attend_steps(
+    q: Tensor, first: tuple[Tensor, Tensor], own: list[tuple[Tensor, Tensor]], later_TT: Tensor
+) -> Tensor:
     """Return attention of one step: over step 0 of anchors at or before each, and the later steps of its own anchor."""
     q = q * q.shape[-1] ** -0.5
     causal = torch.matmul(q, first[0].transpose(-1, -2)).float().masked_fill(later_TT, -torch.inf)

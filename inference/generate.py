@@ -186,7 +186,9 @@ class _Row:
         if size == 0:
             raise HeadwayError("the prompt is empty; give at least one token")
         if size >= limit:
-            raise HeadwayError(f"the prompt has {size} tokens, {target.info.name} takes {limit - 1} at most; shorten it")
+            raise HeadwayError(
+                f"the prompt has {size} tokens, {target.info.name} takes {limit - 1} at most; shorten it"
+            )
         if max(request.prompt_ids) >= target.info.vocab_size or min(request.prompt_ids) < 0:
             raise HeadwayError(
                 f"the prompt has token id {max(request.prompt_ids)}, {target.info.name} has ids 0..{target.info.vocab_size - 1}; "
@@ -245,7 +247,9 @@ class _Batch:
         self.rows: list[_Row] = []
         self.cache: SlotCache | None = None
         self.state: State = None
-        self.prefilled: tuple[list[int], SlotCache] | None = None  # a prompt and its cache, for what the next ones share
+        self.prefilled: tuple[list[int], SlotCache] | None = (
+            None  # a prompt and its cache, for what the next ones share
+        )
 
     @torch.inference_mode()
     def admit(self, requests: list[Request]) -> Iterator[Result]:
@@ -365,9 +369,7 @@ class _Batch:
                 path, tokens = walk_greedy(token_BN[b], tree.parents[b], argmax_BN[b])
             else:
                 walk = walk_typical if settings.accept == "typical" and not settings.greedy else walk_exact
-                path, tokens = walk(
-                    token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history
-                )
+                path, tokens = walk(token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history)
             paths.append(path)
             emitted.append(tokens)
         return paths, emitted

@@ -52,8 +52,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.text_config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
-        self.layers = _find_layers(self.decoder, self.text_config.num_hidden_layers)
+        self.decoder, self.layers = _find_layers(model.get_decoder(), self.text_config.num_hidden_layers)
         self.info = TargetInfo(
             name=name,
             revision=revision,
@@ -64,7 +63,9 @@ class Target:
             num_layers=self.text_config.num_hidden_layers,
             text_config=_plain_config(self.text_config),
         )
-        self.cache_kwarg = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        self.cache_kwarg = (
+            "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        )
         self._windows = _windows(self.text_config)
         self.frozen = self._references()
         if mode is None:
@@ -99,10 +100,12 @@ class Target:
             )
         except (OSError, ValueError, ImportError) as e:
             first = str(e).strip().splitlines()[0]
-            raise HeadwayError(f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file") from e
+            raise HeadwayError(
+                f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
+            ) from e
         tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
         commit = getattr(model.config, "_commit_hash", None)
-        target = Target(model.to(device), tokenizer, name, commit)
+        target = Target(model.to(device), tokenizer, name, commit)  # type: ignore[arg-type]
         if target.mode != "tree":
             print(f"headway: {name} runs in {target.mode} mode: {target.mode_reason}", file=sys.stderr)
         return target
@@ -199,7 +202,7 @@ class Target:
             embed=embed,
             logits=logits,
             lm_head_weight=lambda: out.weight,
-            layer_weights=lambda i: dict(self.layers[i].state_dict()),
+            layer_weights=lambda i: dict(self.layers[i].state_dict()) if self.layers else {},
             final_norm=lambda: getattr(getattr(self.decoder, "norm", None), "weight", None),
         )
 
@@ -212,22 +215,31 @@ class Target:
         lowest = torch.finfo(self.dtype).min
         zero = torch.zeros((), dtype=self.dtype, device=device)
 
-        def additive(window: int | None) -> Tensor:
+        def additive(layer_type: str, window: int | None) -> Tensor:
             seen = seen_BNS
-            if window is not None and S > window:
+            if window is not None and window < S:
                 # A window counts positions, not slots: a tree node's slot runs ahead of its position.
                 key_position_BS = torch.where(new_BS, position_BN.gather(1, index_BS), torch.arange(S, device=device))
-                seen = seen & (key_position_BS[:, None] > position_BN[:, :, None] - window)
+                key_B1S, query_BN1 = key_position_BS[:, None], position_BN[:, :, None]
+                if layer_type == "chunked_attention":
+                    seen = seen & (key_B1S // window == query_BN1 // window)
+                else:
+                    seen = seen & (key_B1S > query_BN1 - window)
             return torch.where(seen, zero, lowest)[:, None]
 
         if len(self._windows) == 1:
-            return additive(next(iter(self._windows.values())))
-        return {layer_type: additive(window) for layer_type, window in self._windows.items()}
+            return additive(*next(iter(self._windows.items())))
+        return {layer_type: additive(layer_type, window) for layer_type, window in self._windows.items()}
 
     @contextmanager
     def _capture(self, taps: Sequence[Tap]) -> Iterator[list[Tensor]]:
         """Inside the block, a forward fills the list with the taps' outputs, in tap order."""
         captured: list[Any] = [None] * len(taps)
+        if taps and not self.layers:
+            raise HeadwayError(
+                f"no list of {self.info.num_layers} decoder layers in {type(self.model).__name__}; its features cannot be "
+                "tapped, use the model without a head"
+            )
 
         def keep(i: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -255,7 +267,9 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code, **extra)
     except (OSError, ValueError, ImportError, KeyError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise HeadwayError(f"cannot load a tokenizer from {str(name)!r}: {first} Give a hub id, a model folder or a .gguf file") from e
+        raise HeadwayError(
+            f"cannot load a tokenizer from {str(name)!r}: {first} Give a hub id, a model folder or a .gguf file"
+        ) from e
 
 
 def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
@@ -293,14 +307,13 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return name, {}
 
 
-def _find_layers(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
-    for child in decoder.children():
-        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-            return child
-    raise HeadwayError(
-        f"no list of {num_layers} decoder layers in {type(decoder).__name__}; its features cannot be tapped, "
-        "use the model without a head"
-    )
+def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """Return the module that runs the decoder layers, and the layers; an empty list where there is no such list."""
+    for owner in (decoder, *decoder.children()):
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                return owner, child
+    return decoder, nn.ModuleList()
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
@@ -314,7 +327,10 @@ def _plain_config(config: Any) -> dict[str, Any]:
             return False
         return True
 
-    return {k: v for k, v in config.to_dict().items() if plain(v)}
+    values = {k: v for k, v in config.to_dict().items() if plain(v)}
+    # Some configs hold a field under a name of their own (n_head); the common name is what heads look for.
+    aliases = {k: getattr(config, v) for k, v in getattr(config, "attribute_map", {}).items() if v in values}
+    return values | aliases
 
 
 def _windows(config: Any) -> dict[str, int | None]:
@@ -325,6 +341,8 @@ def _windows(config: Any) -> dict[str, int | None]:
     if len(types) > 1:
         sizes = {"sliding_attention": window, "chunked_attention": getattr(config, "attention_chunk_size", None)}
         return {t: sizes.get(t) for t in sorted(types)}
+    if types == {"chunked_attention"}:
+        return {"chunked_attention": config.attention_chunk_size}
     if types == {"full_attention"} or getattr(config, "use_sliding_window", True) is False:
         return {"all": None}
     return {"all": window}

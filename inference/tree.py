@@ -64,7 +64,9 @@ class StaticTree:
         known = {()} | set(self.paths)
         for path in self.paths:
             if not path or path[:-1] not in known:
-                raise HeadwayError(f"tree path {path} has no parent {path[:-1]} in the tree; list every prefix of a path")
+                raise HeadwayError(
+                    f"tree path {path} has no parent {path[:-1]} in the tree; list every prefix of a path"
+                )
         object.__setattr__(self, "paths", tuple(sorted(set(self.paths), key=lambda p: (len(p), p))))
 
     @property
@@ -172,7 +174,7 @@ class Template:
 def template(tree: StaticTree) -> Template:
     """Return the layout of a static tree."""
     out = Template(parents=[-1])
-    index = {(): 0}
+    index: dict[tuple[int, ...], int] = {(): 0}
     above: list[tuple[int, ...]] = [()]
     for d in range(tree.depth):
         level = [p for p in tree.paths if len(p) == d + 1]

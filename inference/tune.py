@@ -11,7 +11,6 @@ highest (1 + accepted) / (T(N) + C(D)) is taken; a chain and no draft at all are
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -87,7 +86,9 @@ def tune(
     for _ in generate(target, requests, head=head, policy=wide, observe=recording.observe, times=times):
         pass
     verify = measure_verify(target, context, repeats, head)
-    tree_draft = {d: measure_draft(target, head, DynamicTree(d, top_k, wide.nodes), context, repeats) for d in range(1, depth + 1)}
+    tree_draft = {
+        d: measure_draft(target, head, DynamicTree(d, top_k, wide.nodes), context, repeats) for d in range(1, depth + 1)
+    }
     chain_draft = {d: measure_draft(target, head, chain(d), context, repeats) for d in range(1, depth + 1)}
     rest = 1e3 * times.other / max(1, times.rounds)
     rows = [_candidate(OFF, 0.0, verify[1])]
@@ -161,7 +162,9 @@ def measure_draft(target: Target, head: Head, policy: Policy, context: int, repe
     def absorb(state: Any, count: int, at: int) -> Any:
         tap = torch.randn(1, count, width, device=device).to(dtype)
         position = torch.arange(at, at + count, device=device)[None]
-        return head.start(Context(tap, torch.ones(1, count, dtype=torch.long, device=device), position, [count]), state, 1)
+        return head.start(
+            Context(tap, torch.ones(1, count, dtype=torch.long, device=device), position, [count]), state, 1
+        )
 
     state = absorb(None, context, 0)
     root = torch.ones(1, dtype=torch.long, device=device)
@@ -182,7 +185,7 @@ def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> N
     known[_key(str(target.dtype), str(target.device))] = report
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    aside.replace(path)
 
 
 def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
@@ -194,7 +197,9 @@ def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu
         report = json.loads(path.read_text(encoding="utf-8")).get(_key(str(dtype), device))
         return parse_policy(report["policy"]) if report else None
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
-        raise HeadwayError(f"{path} is broken ({type(e).__name__}: {e}); delete it and tune again, or give --tree") from e
+        raise HeadwayError(
+            f"{path} is broken ({type(e).__name__}: {e}); delete it and tune again, or give --tree"
+        ) from e
 
 
 def _key(dtype: str, device: str) -> str:

@@ -9,7 +9,6 @@ continued by the same command.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -160,7 +159,7 @@ class _Stages:
         self.done[name] = round(perf_counter() - begin, 1)
         aside = self.path.with_suffix(".tmp")
         aside.write_text(json.dumps(self.done, indent=1) + "\n", encoding="utf-8")
-        os.replace(aside, self.path)
+        aside.replace(self.path)
 
 
 def _say(text: str) -> None:

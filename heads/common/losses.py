@@ -115,9 +115,7 @@ class _ChunkedDistil(torch.autograd.Function):
         grad_hidden, grad_heads = ctx.grads
         ctx.grads = None
         hidden = None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype)
-        heads = [
-            None if g is None else (g * grad).to(d) for g, d in zip(grad_heads, ctx.head_dtypes, strict=True)
-        ]
+        heads = [None if g is None else (g * grad).to(d) for g, d in zip(grad_heads, ctx.head_dtypes, strict=True)]
         return (None, None, None, None, None, hidden, *heads)
 
 

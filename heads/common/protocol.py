@@ -128,7 +128,8 @@ class HeadConfig:
             raise HeadwayError(
                 f"head config has unknown fields {sorted(unknown)}; was it written by a newer headway? upgrade to load it"
             )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        restored: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**restored)
 
 
 C = TypeVar("C", bound=HeadConfig)
