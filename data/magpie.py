@@ -61,9 +61,9 @@ def write_prompts(
             on_tokens=lambda request, tokens: progress.add(tokens=len(tokens)),
         )
         for result in results:
-            before = draws.counts["kept"]
+            before = draws.ready
             draws.judge(result)
-            progress.add(items=draws.counts["kept"] - before)
+            progress.add(items=draws.ready - before)
             if draws.full:
                 break
             draws.check_hope()
@@ -99,6 +99,11 @@ class _Draws:
     def full(self) -> bool:
         """Whether there are prompts enough."""
         return self.counts["kept"] >= self.count
+
+    @property
+    def ready(self) -> int:
+        """Prompts kept, and draws that wait for an earlier one to be judged."""
+        return self.counts["kept"] + len(self._waiting)
 
     def requests(self, progress: Progress) -> Iterator[Request]:
         """Yield draws not done yet, until there are enough or time is up."""
