@@ -63,6 +63,8 @@ class StaticTree:
     def __post_init__(self) -> None:
         known = {()} | set(self.paths)
         for path in self.paths:
+            if any(rank < 0 for rank in path):
+                raise HeadwayError(f"tree path {path} has a negative rank; ranks count from 0, the best child")
             if not path or path[:-1] not in known:
                 raise HeadwayError(
                     f"tree path {path} has no parent {path[:-1]} in the tree; list every prefix of a path"
