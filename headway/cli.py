@@ -287,7 +287,7 @@ def bench_command(
         command=shlex.join(["headway", *sys.argv[1:]]),
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
     )
-    progress.close()
+    progress.close(f"bench: {len(chosen)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
     report["prompts"]["files"] = prompts
     print_report(report)
     if out is not None:
@@ -365,7 +365,7 @@ def _accepted_lengths(target: Any, head: Any, policy: Any, prompts: list[Any], m
 
         row = evaluate_accepted_length(target, head, policy, ids, max_new_tokens=max_new_tokens, stop=answered)
         rows.append({"category": category, **row})
-    progress.close()
+    progress.close(f"eval: {len(prompts)} prompts in {progress.elapsed:.0f} s")
     total = {key: sum(row[key] for row in rows) for key in ("tokens", "rounds", "prompts")}
     length = total["tokens"] / total["rounds"] if total["rounds"] else 1.0
     return [*rows, {"category": "all", "accepted_length": length, **total}]

@@ -1,0 +1,285 @@
+"""The command line: what it prints, what it refuses, and that a refusal is one line with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tests.tiny as tiny
+from headway import __version__
+from headway.cli import main
+from headway.heads.common.checkpoint import save_head
+from headway.heads.common.protocol import find_family
+from headway.inference.generate import plain
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `target`, another target `other`, heads `medusa` and `eagle3` of the first, and `prompts.jsonl`."""
+    root = tmp_path_factory.mktemp("cli")
+    for name, seed, layers in (("target", 0, 8), ("other", 1, 6)):
+        tiny.build(seed, num_hidden_layers=layers).save_pretrained(root / name)
+        tiny.byte_tokenizer().save_pretrained(root / name)
+    target = Target.load(root / "target")
+    for family, fields in (("medusa", {"num_heads": 2}), ("eagle3", {})):
+        config_class, head_class = find_family(family)
+        torch.manual_seed(3)
+        head = head_class(config_class.for_target(target.info, draft_vocab_size=200, **fields), target.frozen)
+        head.set_draft_vocab(torch.arange(200))
+        head.warm_start()
+        save_head(head, root / family, target=target.info, metrics={"accepted_length": 1.5})
+    rows = [
+        {"id": "a", "category": "math", "prompt": "One and one?"},
+        {"id": "b", "category": "code", "turns": ["Write a loop.", "Now another."]},
+        {"id": "c", "prompt": "Hello"},
+    ]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "empty.jsonl").write_text("")
+    return root
+
+
+@pytest.fixture
+def run(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in the folder; return exit code, stdout, stderr."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(argv)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+GENERATE = ("generate", "--target", "target", "--max-new-tokens", "12")
+BENCH = ("bench", "--target", "target", "--max-new-tokens", "8")
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"headway {__version__}\n", "")
+
+
+def test_an_unknown_option_is_a_usage_error(run: Run) -> None:
+    code, out, err = run("generate", "--tarket", "x")
+    assert (code, out) == (2, "")
+    assert "--tarket" in err
+
+
+@pytest.mark.parametrize("head", [(), ("--head", "medusa", "--tree", "chain:2"), ("--head", "eagle3")])
+def test_generate_json(run: Run, head: tuple[str, ...]) -> None:
+    code, out, err = run(*GENERATE, *head, "--prompt", "Hello", "--json")
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert set(answer) == {
+        "text", "token_ids", "finish_reason", "new_tokens", "rounds", "accepted_length", "tokens_per_s", "mode", "lossy"
+    }  # fmt: skip
+    target = Target.load("target")
+    prompt = tiny.byte_tokenizer()("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    assert answer["token_ids"] == plain(target, prompt, Settings(max_new_tokens=12))
+    assert answer["new_tokens"] == len(answer["token_ids"])
+    assert answer["mode"] == "tree"
+    assert answer["lossy"] is False
+    assert answer["tokens_per_s"] > 0
+
+
+def test_generate_streams_the_text_that_json_holds(run: Run) -> None:
+    code, streamed, err = run(*GENERATE, "--prompt", "Hello", "--raw")
+    assert code == 0
+    assert "tokens/s" in err
+    answer = json.loads(run(*GENERATE, "--prompt", "Hello", "--raw", "--json")[1])
+    assert streamed == answer["text"] + "\n"
+
+
+def test_generate_ends_before_a_stop_string(run: Run) -> None:
+    ask = (*GENERATE, "--prompt", "12345", "--raw")
+    whole = json.loads(run(*ask, "--json")[1])["text"]
+    assert "uE" in whole
+    answer = json.loads(run(*ask, "--json", "--stop", "uE", "--stop", "never", "--head", "eagle3")[1])
+    assert answer["finish_reason"] == "stop_string"
+    assert answer["text"] == whole[: whole.index("uE")]
+    assert run(*ask, "--stop", "uE")[1] == answer["text"] + "\n"
+
+
+def test_sampled_tokens_are_the_same_with_any_head(run: Run) -> None:
+    sampled = (*GENERATE, "--prompt", "Hello", "--temperature", "0.8", "--top-p", "0.9", "--seed", "5", "--json")
+    answers = [json.loads(run(*sampled, *head)[1]) for head in ((), ("--head", "medusa", "--tree", "chain:2"))]
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+
+
+def test_typical_is_said_to_be_lossy(run: Run) -> None:
+    typical = (*GENERATE, "--prompt", "Hello", "--accept", "typical", "--json", "--head", "eagle3")
+    assert json.loads(run(*typical, "--temperature", "0.8")[1])["lossy"] is True
+    code, out, err = run(*typical)
+    assert (code, out) == (2, "")
+    assert "--temperature" in err
+
+
+def test_greedy_overrides_a_temperature_and_says_so(run: Run) -> None:
+    code, out, err = run(*GENERATE, "--prompt", "Hi", "--temperature", "0.7", "--accept", "greedy", "--json")
+    assert code == 0
+    assert "--temperature 0.7 is unused" in err
+    assert json.loads(out)["token_ids"] == json.loads(run(*GENERATE, "--prompt", "Hi", "--json")[1])["token_ids"]
+
+
+def test_prompt_from_a_file(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text("Hello\n")
+    from_file = json.loads(run(*GENERATE, "--prompt-file", str(file), "--json")[1])
+    assert from_file["token_ids"] == json.loads(run(*GENERATE, "--prompt", "Hello", "--json")[1])["token_ids"]
+
+
+def _truncated(folder: Path, tmp_path: Path) -> str:
+    shutil.copytree(folder / "medusa", tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return str(tmp_path / "cut")
+
+
+BAD = {
+    "dtype": ([*GENERATE, "--prompt", "a", "--dtype", "float7"], "unknown dtype 'float7'; allowed: float32"),
+    "device": ([*GENERATE, "--prompt", "a", "--device", "abacus"], "no device 'abacus'"),
+    "no target": (["generate", "--target", "./nowhere", "--prompt", "a"], "no folder './nowhere'"),
+    "no head": ([*GENERATE, "--prompt", "a", "--head", "./nowhere"], "no folder './nowhere'"),
+    "no prompt": ([*GENERATE], "--prompt-file"),
+    "empty prompt": ([*GENERATE, "--prompt", " "], "the prompt is empty"),
+    "no prompt file": ([*GENERATE, "--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    "no new tokens": (["generate", "--target", "target", "--prompt", "a", "-n", "0"], "max_new_tokens is 0"),
+    "temperature": ([*GENERATE, "--prompt", "a", "--temperature", "-1"], "temperature is -1.0"),
+    "accept": ([*GENERATE, "--prompt", "a", "--accept", "all"], "allowed: exact, greedy, typical"),
+    "long prompt": ([*GENERATE, "--prompt", "a" * 600], "takes 511 at most"),
+    "tree text": ([*GENERATE, "--prompt", "a", "--head", "medusa", "--tree", "bush"], "unknown tree 'bush'"),
+    "tree alone": ([*GENERATE, "--prompt", "a", "--tree", "chain:2"], "give --head"),
+    "deep tree": ([*GENERATE, "--prompt", "a", "--head", "medusa", "--tree", "chain:5"], "the head drafts 2 tokens"),
+    "other target": (
+        ["generate", "-t", "other", "--prompt", "a", "--head", "medusa"],
+        "num_layers 8, target other has",
+    ),
+    "bench: no prompts file": ([*BENCH, "--prompts", "nowhere.jsonl"], "'nowhere.jsonl' does not exist"),
+    "bench: empty prompts": ([*BENCH, "--prompts", "empty.jsonl"], "no usable rows"),
+    "bench: out": ([*BENCH, "--prompts", "prompts.jsonl", "--out", "empty.jsonl/r.json"], "cannot write"),
+    "bench: plot": ([*BENCH, "--prompts", "prompts.jsonl", "--plot"], "give --out"),
+    "bench: no new tokens": (["bench", "-t", "target", "-p", "prompts.jsonl", "-n", "0"], "max_new_tokens is 0"),
+    "bench: deep tree": (
+        [*BENCH, "--prompts", "prompts.jsonl", "--head", "medusa", "--tree", "chain:5"],
+        "the head drafts 2 tokens",
+    ),
+    "eval: other target": (["eval", "-t", "other", "--head", "eagle3", "-p", "prompts.jsonl"], "other has"),
+    "distill: no prompts": (["distill", "-t", "target", "-p", "empty.jsonl", "--out", "dialogs"], "no usable rows"),
+    "distill: out": (["distill", "-t", "target", "-p", "prompts.jsonl", "--out", "empty.jsonl"], "is a file"),
+    "distill: top-p": (
+        ["distill", "-t", "target", "-p", "prompts.jsonl", "--out", "d", "--top-p", "0"],
+        "top_p is 0.0",
+    ),
+    "prompts: greedy": (["prompts", "-t", "target", "--count", "3", "--out", "p", "--temperature", "0"], "same prompt"),
+    "train: no recipe": (["train", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
+    "push: id": (["push", "medusa", "name"], "give user/name"),
+    "push: no run": (["push", "nowhere", "user/name"], "no folder 'nowhere'"),
+    "info: misfit": (["info", "other", "--head", "medusa"], "target other has num_layers 6"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=list(BAD))
+def test_bad_input_is_one_line(run: Run, folder: Path, case: str) -> None:
+    argv, expected = BAD[case]
+    before = sorted(folder.rglob("*"))
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == "" or argv[0] == "info"
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_truncated_head_is_refused_by_name(run: Run, folder: Path, tmp_path: Path) -> None:
+    cut = _truncated(folder, tmp_path)
+    for argv in ([*GENERATE, "--prompt", "a", "--head", cut], ["push", cut, "user/name"], ["info", cut]):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert "damaged or truncated" in err
+
+
+def test_a_target_without_chat_template(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    ask = ("generate", "-t", str(tmp_path / "base"), "--prompt", "Hi", "-n", "4", "--json")
+    code, _, err = run(*ask)
+    assert code == 2
+    assert "--raw" in err
+    template = tmp_path / "chat.jinja"
+    template.write_text(tiny.CHATML)
+    assert run(*ask, "--raw")[0] == 0
+    assert run(*ask, "--chat-template", str(template))[0] == 0
+
+
+def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.inference.target.Target.load", interrupted)
+    code, out, err = run(*GENERATE, "--prompt", "Hi")
+    assert (code, out, err) == (130, "", "headway: interrupted\n")
+
+
+def test_bench_prints_a_table_and_writes_the_report(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "report.json"
+    argv = [*BENCH, "--prompts", "prompts.jsonl", "--head", "medusa,eagle3", "--tree", "chain:2", "--out", str(out)]
+    code, printed, err = run(*argv, "--plot")
+    assert code == 0, err
+    assert "eagle3" in printed
+    report = json.loads(out.read_text())
+    assert [row["name"] for row in report["rows"]] == ["transformers", "plain", "medusa", "eagle3"]
+    assert report["prompts"]["categories"] == ["code", "math", "prompts"]
+    assert [row["identical"] for row in report["rows"]] == [None, 1.0, 1.0, 1.0]
+    assert out.with_suffix(".png").stat().st_size > 1000
+    assert sorted(p.name for p in out.parent.iterdir()) == ["report.json", "report.png"]
+
+
+def test_eval_by_category(run: Run, tmp_path: Path) -> None:
+    argv = ["eval", "-t", "target", "--head", "eagle3", "-p", "prompts.jsonl", "-n", "8", "--json"]
+    report = json.loads(run(*argv, "--out", str(tmp_path / "e.json"))[1])
+    assert [row["category"] for row in report["rows"]] == ["code", "math", "prompts", "all"]
+    assert report["rows"][-1]["prompts"] == 3
+    assert report["tree"] == "chain:3"
+    assert json.loads((tmp_path / "e.json").read_text()) == report
+    assert "accepted length" in run(*argv[:-1])[1]
+
+
+def test_info(run: Run) -> None:
+    head = json.loads(run("info", "medusa", "--json")[1])["head"]
+    assert (head["family"], head["taps"], head["draft_vocab"]) == ("medusa", "last", 200)
+    assert head["target"].endswith("target")
+    target = json.loads(run("info", "target", "--json")[1])["target"]
+    assert (target["layers"], target["context"], target["vocab_size"]) == (8, 512, 272)
+    assert target["parameters"] == sum(p.numel() for p in tiny.build(0).parameters())
+    code, printed, _ = run("info", "target", "--head", "medusa")
+    assert code == 0
+    assert "fit: yes" in printed
+
+
+def test_prompts_and_distill(run: Run, tmp_path: Path) -> None:
+    dialogs = tmp_path / "dialogs"
+    argv = ["distill", "-t", "target", "-p", "prompts.jsonl", "--out", str(dialogs), "-n", "6", "--batch-size", "2"]
+    assert run(*argv)[0] == 0
+    assert len((dialogs / "dialogs.jsonl").read_text().splitlines()) >= 3
+    assert run(*argv, "--temperature", "0.5")[0] == 2  # other settings, same folder
+    code, _, err = run("prompts", "-t", "target", "--count", "2", "--out", str(tmp_path / "p.jsonl"), "-n", "3")
+    assert code in (0, 2), err  # random weights hardly ever end a turn
+    assert "Traceback" not in err
+
+
+def test_a_run_folder_stands_for_its_head(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "medusa", tmp_path / "mine" / "head")
+    assert json.loads(run("info", str(tmp_path / "mine"), "--json")[1])["head"]["family"] == "medusa"
