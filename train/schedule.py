@@ -13,6 +13,8 @@ from headway.train.config import TrainConfig
 from headway.train.features import Features
 
 NUM_TIMED = 6
+TIMING_SHARE = 0.05
+"""Timing stops after this share of the budget, with one batch timed at least."""
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
@@ -43,16 +45,20 @@ def steps_by_time(config: TrainConfig, features: Features, trial: Callable[[Batc
     assert config.max_seconds is not None
     N = len(features.batches)
     chosen = torch.linspace(0, N - 1, min(NUM_TIMED + 1, N)).long().tolist()
+    start = time.perf_counter()
     trial(features.compute(chosen[0]))  # not counted: the first is slow
-    timed = chosen[1:] or chosen
-    f = t = 0.0
-    for n in timed:
+    f_sum = t_sum = 0.0
+    num_timed = 0
+    for n in chosen[1:] or chosen:
         begin = time.perf_counter()
         batch = features.compute(n)
         middle = time.perf_counter()
         trial(batch)
-        f += (middle - begin) / len(timed)
-        t += (time.perf_counter() - middle) / len(timed)
+        end = time.perf_counter()
+        f_sum, t_sum, num_timed = f_sum + middle - begin, t_sum + end - middle, num_timed + 1
+        if end - start > TIMING_SHARE * config.max_seconds:
+            break
+    f, t = f_sum / num_timed, t_sum / num_timed
     once = N * (f + t)
     if features.kept == "off" or config.max_seconds <= once:
         batches = config.max_seconds / (f + t)
