@@ -90,14 +90,15 @@ def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:
 def _top_p(score_V: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most probable tokens whose probability reaches top_p; at least one."""
     size = score_V.shape[-1]
-    total = torch.logsumexp(score_V, -1)
+    total = torch.logsumexp(score_V.double(), -1)
     # The kept set is small as a rule: look at the best few before sorting a whole vocabulary.
     for head in (64, 1024, size):
         value, index = score_V.topk(min(head, size))
-        cumulative = (value - total).exp().cumsum(-1)
+        probability = (value.double() - total).exp()
+        cumulative = probability.cumsum(-1)
         if head >= size or cumulative[-1] >= top_p:
             break
-    keep = cumulative - (value - total).exp() < top_p
+    keep = cumulative - probability < top_p
     keep[0] = True
     out = torch.full_like(score_V, -torch.inf)
     out[index[keep]] = value[keep]

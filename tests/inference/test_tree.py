@@ -134,7 +134,7 @@ def test_static_from_hits_is_optimal(seed: int, nodes: int) -> None:
     share = torch.rand(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     share /= share.sum(1, keepdim=True) + 0.2  # in no order of rank on purpose
     every = [p for d in (1, 2, 3) for p in itertools.product(range(3), repeat=d)]
-    closed = [c for c in _closed(every, nodes - 1)]
+    closed = _closed(every, nodes - 1)
     best = max(expected_gain(c, share.tolist()) for c in closed)
     got = static_from_hits(share, nodes)
     assert got.nodes == nodes
