@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-3
 """Relative difference of logits that is always taken for rounding; wrong masks were seen at 0.1 and above in fp32."""
+LOW_TOLERANCE = 0.06
+"""The same for bfloat16 and float16."""
 NOISE_FACTOR = 4.0
 """How many times the model's own rounding noise (its cached step against its full forward) is still taken for rounding."""
 
@@ -25,17 +27,24 @@ def probe(target: Target) -> tuple[str, str]:
     """Return (mode, reason): the best of tree, chain, plain that reproduces the target's own forward."""
     reason, allowed = "", TOLERANCE
     if target.dtype != torch.float32:
-        allowed = max(TOLERANCE, NOISE_FACTOR * _own_noise(target))
+        try:
+            allowed = max(LOW_TOLERANCE, NOISE_FACTOR * _own_noise(target))
+        except Exception as e:  # noqa: BLE001 - no cache that a second forward can take
+            return "plain", f"the model's own cached step failed: {type(e).__name__}: {_first_line(e)}"
     for mode, ask in (("tree", _tree_error), ("chain", _chain_error)):
         try:
             worst = ask(target)
         except Exception as e:  # noqa: BLE001 - any failure of a foreign model means a lesser mode, named in the reason
-            reason = f"{mode} verification failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            reason = f"{mode} verification failed: {type(e).__name__}: {_first_line(e)}"
             continue
         if worst <= allowed:
             return mode, f"{mode} verification agrees with the model's own forward (relative difference {worst:.1e})"
         reason = f"{mode} verification differs from the model's own forward by {worst:.2f}"
     return "plain", reason
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _ids(target: Target, count: int) -> list[int]:

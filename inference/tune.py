@@ -41,8 +41,10 @@ class Recording:
 
     def observe(self, tree: Tree, paths: list[list[int]]) -> None:
         """Take one round; the callback of `generate`."""
-        assert tree.score_BN is not None
-        rank_BN = tree.score_BN.argsort(dim=1, descending=True, stable=True).argsort(dim=1).tolist()
+        if tree.score_BN is None:  # a chain, on a target that takes no trees: its order is its ranking
+            rank_BN = [list(range(len(parents))) for parents in tree.parents]
+        else:
+            rank_BN = tree.score_BN.argsort(dim=1, descending=True, stable=True).argsort(dim=1).tolist()
         for b, path in enumerate(paths):
             self.ranks.append([rank_BN[b][n] for n in path[1:]])
             first = 0
@@ -79,6 +81,8 @@ def tune(
     """
     if not prompts:
         raise HeadwayError("tuning needs at least one calibration prompt")
+    if target.mode == "plain":
+        return {"policy": OFF.describe(), "expected_accepted_length": 1.0, "reason": target.mode_reason}
     depth = min(depth, head.max_depth or depth)
     wide = DynamicTree(depth=depth, top_k=top_k, nodes=max(WIDTHS))
     recording, settings, times = Recording(), Settings(max_new_tokens=max_new_tokens), Times()
@@ -95,7 +99,7 @@ def tune(
     for d in range(1, depth + 1):
         rows.append(_candidate(chain(d), recording.accepted_chain(d), _at(verify, d + 1) + chain_draft[d] + rest))
         for n in WIDTHS:
-            if n > d + 1:
+            if target.mode == "tree" and n > d + 1:
                 cost = verify[n] + tree_draft[d] + rest
                 rows.append(_candidate(DynamicTree(d, top_k, n), recording.accepted(n, d), cost))
     best = max(rows, key=lambda row: row["tokens_per_ms"])

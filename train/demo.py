@@ -37,23 +37,24 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 BATCH_ROWS = 32
 BENCH_TOKENS = 96
+BENCH_PROMPTS = 10
+"""Of each set."""
 
 
 def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path | None = None) -> dict[str, Any]:
     """Run the demo within about `minutes`, installation not counted, and return the bench's report.
 
-    Raises HeadwayError for a budget too small to train anything.
+    `model` is a target folder to use instead of SmolLM2-135M-Instruct. Raises HeadwayError for a budget that is not positive.
     """
-    if minutes < 2:
-        raise HeadwayError(f"--minutes is {minutes}; the demo needs at least 2")
+    if minutes <= 0:
+        raise HeadwayError(f"--minutes is {minutes}; give more than 0 (25 is what the README shows)")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     begin = perf_counter()
     seconds = {name: share * 60 * minutes for name, share in SHARES.items()}
     stages = _Stages(folder / "stages.json")
 
-    model_folder = smollm2(model) if model is not None else smollm2()
-    target = Target.load(model_folder, dtype="bfloat16")
+    target = Target.load(smollm2() if model is None else model, dtype="bfloat16")
     _say(f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads")
 
     prompts = folder / "prompts.jsonl"
@@ -125,7 +126,7 @@ def _bench(target: Target, heads: dict[str, Any], folder: Path) -> dict[str, Any
     return report
 
 
-def _bench_prompts(target: Target, each: int = 10) -> list[tuple[str, str, list[int]]]:
+def _bench_prompts(target: Target) -> list[tuple[str, str, list[int]]]:
     from importlib.resources import files
 
     from headway.data.chat import prompt_ids
@@ -134,7 +135,7 @@ def _bench_prompts(target: Target, each: int = 10) -> list[tuple[str, str, list[
     out = []
     for name in ("humaneval", "gsm8k"):
         source = files("headway.data") / "prompts" / f"{name}.jsonl"
-        for line in source.read_text(encoding="utf-8").splitlines()[:each]:
+        for line in source.read_text(encoding="utf-8").splitlines()[:BENCH_PROMPTS]:
             row = json.loads(line)
             ids = prompt_ids(target.tokenizer, [{"role": "user", "content": row["turns"][0]}])
             out.append((str(row["question_id"]), name, ids))
