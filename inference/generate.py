@@ -90,12 +90,13 @@ def plain(target: Target, prompt_ids: list[int], settings: Settings, key: int = 
     while True:
         kwargs = {} if cache is None else {target.cache_kwarg: cache}
         out = target.model(input_ids=ids, use_cache=True, logits_to_keep=1, **kwargs)
-        cache = getattr(out, target.cache_kwarg)
+        cache = getattr(out, target.cache_kwarg, None)
         score = process(out.logits[0, -1], settings, row.history)
         row.emit([choose(score, settings, key, len(row.history))])
         if row.finish_reason:
             return row.emitted
-        ids = torch.tensor([row.emitted[-1:]], device=target.device)
+        # A model that hands out no cache reads everything again.
+        ids = torch.tensor([row.emitted[-1:] if cache is not None else row.history], device=target.device)
 
 
 def generate(

@@ -235,7 +235,7 @@ class Target:
     def _capture(self, taps: Sequence[Tap]) -> Iterator[list[Tensor]]:
         """Inside the block, a forward fills the list with the taps' outputs, in tap order."""
         captured: list[Any] = [None] * len(taps)
-        if taps and not self.layers:
+        if any(tap != "last" for tap in taps) and not self.layers:
             raise HeadwayError(
                 f"no list of {self.info.num_layers} decoder layers in {type(self.model).__name__}; its features cannot be "
                 "tapped, use the model without a head"

@@ -1,0 +1,120 @@
+"""Models that cannot verify a tree fall to a lesser mode, with a reason, and answer as transformers does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway.heads.common.errors import HeadwayError
+from headway.inference.generate import Request, generate, plain
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+from tests.inference.helpers import POLICIES, PROMPTS, answer, encode, hf_greedy, random_head
+from tests.tiny import build, target
+
+LESSER: dict[str, tuple[str, dict[str, Any]]] = {
+    "mpt": ("chain", {"d_model": 64, "n_layers": 8, "n_heads": 4, "max_seq_len": 512}),
+    "bloom": ("plain", {"n_head": 4, "n_layer": 8}),
+    "mamba": ("plain", {"state_size": 8}),
+    "rwkv": ("plain", {"attention_hidden_size": 64}),
+}
+
+
+@pytest.mark.parametrize("name", LESSER)
+def test_lesser_mode_with_a_reason_and_the_same_answer(name: str) -> None:
+    mode, fields = LESSER[name]
+    t = target(build(3, **{"model_type": name, **fields}))
+    assert t.mode == mode
+    assert t.mode_reason
+    assert "\n" not in t.mode_reason
+    for text in PROMPTS[::2]:
+        want = hf_greedy(t.model, encode(text), 20)
+        assert plain(t, encode(text), Settings(max_new_tokens=20, eos_ids=())) == want
+        assert answer(t, encode(text), max_new_tokens=20).token_ids == want
+        for policy in POLICIES.values():
+            got = answer(t, encode(text), random_head("medusa", t), policy, max_new_tokens=20)
+            assert got.token_ids == want, policy
+            assert got.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", LESSER)
+def test_lesser_mode_in_a_batch(name: str) -> None:
+    _, fields = LESSER[name]
+    t = target(build(3, **{"model_type": name, **fields}))
+    requests = [Request(encode(text), Settings(max_new_tokens=12, eos_ids=()), id=text) for text in PROMPTS]
+    results = list(generate(t, requests, head=random_head("medusa", t), policy=POLICIES["chain"], batch_size=3))
+    assert {r.id for r in results} == set(PROMPTS)
+    for result in results:
+        assert result.token_ids == hf_greedy(t.model, encode(result.id), 12)
+        assert 1 + sum(result.accepted_per_round) == result.new_tokens
+
+
+def test_plain_mode_stops_and_streams() -> None:
+    t = target(build(3, model_type="mamba", state_size=8))
+    want = hf_greedy(t.model, encode("a"), 20)
+    streamed: list[int] = []
+    request = Request(encode("a"), Settings(max_new_tokens=20, eos_ids=(want[7],)))
+    (result,) = generate(t, [request], on_tokens=lambda _, tokens: streamed.extend(tokens))
+    assert result.token_ids == streamed == want[: want.index(want[7]) + 1]
+    assert result.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_does_not_lose_the_tree(dtype: torch.dtype) -> None:
+    for name, fields in [("llama", {}), ("mistral", {"sliding_window": 12, "head_dim": 16})]:
+        t = target(build(3, "sdpa", **{"model_type": name, "initializer_range": 0.05, **fields}).to(dtype))
+        assert t.mode == "tree", t.mode_reason
+        head = random_head("eagle3", t).to(dtype)
+        result = answer(t, encode("Hello wo"), head, POLICIES["dynamic"], max_new_tokens=12)
+        assert len(result.token_ids) == 12
+
+
+def test_half_precision_without_a_cache_is_plain() -> None:
+    t = target(build(3, model_type="rwkv", attention_hidden_size=64).to(torch.bfloat16))
+    assert t.mode == "plain"
+    assert t.mode_reason
+
+
+def unlisted() -> Target:
+    """A llama whose layers sit in a Sequential, where nothing looks for them."""
+    model = build(3)
+    model.model.layers = nn.Sequential(*model.model.layers)
+    return target(model)
+
+
+def test_layers_that_cannot_be_found_cost_only_the_taps() -> None:
+    t = unlisted()
+    want = hf_greedy(build(3), encode("Hello wo"), 20)
+    assert answer(t, encode("Hello wo"), max_new_tokens=20).token_ids == want
+    head = random_head("medusa", t)
+    assert answer(t, encode("Hello wo"), head, POLICIES["binary"], max_new_tokens=20).token_ids == want
+    with pytest.raises(HeadwayError, match="without a head"):
+        answer(t, encode("Hello wo"), random_head("eagle3", t), POLICIES["chain"], max_new_tokens=4)
+
+
+def test_a_model_deaf_to_the_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(3)
+    honest = model.forward
+
+    def deaf(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 4:
+            seen = torch.arange(attention_mask.shape[-1]) <= kwargs["position_ids"][..., None].amax(1, keepdim=True)
+            attention_mask = torch.where(seen[:, None], 0.0, torch.finfo(torch.float32).min).expand_as(attention_mask)
+        return honest(*args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(model, "forward", deaf)
+    assert target(model).mode == "plain"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mpt", "bloom"])
+def test_names_of_their_own_are_known_by_the_common_ones(name: str) -> None:
+    fields = {
+        "gpt2": {"n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 512},
+        **{k: v for k, (_, v) in LESSER.items()},
+    }
+    t = target(build(3, **{"model_type": name, **fields[name]}), mode="plain")
+    assert t.info.text_config["num_attention_heads"] == 4
+    assert t.info.text_config["hidden_size"] == 64
