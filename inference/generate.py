@@ -190,9 +190,10 @@ class _Row:
             raise HeadwayError(
                 f"the prompt has {size} tokens, {target.info.name} takes {limit - 1} at most; shorten it"
             )
-        if max(request.prompt_ids) >= target.info.vocab_size or min(request.prompt_ids) < 0:
+        unknown = [i for i in request.prompt_ids if not 0 <= i < target.info.vocab_size]
+        if unknown:
             raise HeadwayError(
-                f"the prompt has token id {max(request.prompt_ids)}, {target.info.name} has ids 0..{target.info.vocab_size - 1}; "
+                f"the prompt has token id {unknown[0]}, {target.info.name} has ids 0..{target.info.vocab_size - 1}; "
                 "was it made with another tokenizer?"
             )
         if self.settings.stop and self.tokenizer is None:

@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {"medusa": {"draft_vocab_size": 200}, "eagle3
 
 
 def encode(text: str) -> list[int]:
-    """Return the byte tokenizer's ids of a text."""
+    """Return the bytes of a text, taken as ids."""
     return list(text.encode())
 
 
