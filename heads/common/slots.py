@@ -93,15 +93,14 @@ class Slots:
         With `length`, only that many of each row's committed tokens.
         """
         if not self.stacks:
-            self.stacks = [(k[:, :0], v[:, :0]) for k, v in other.stacks]
+            self.stacks = [tuple(self._longer(t[:, :0, :, :0], self.capacity) for t in stack) for stack in other.stacks]  # type: ignore[misc]
             self.view = dict(other.view)
-            self.capacity = max(self.capacity, other.capacity)
             self.rows, self.length = 0, []
         if self.rows + len(rows) > self.stacks[0][0].shape[1]:
             self._reserve(max(2 * self.rows, self.rows + len(rows)))
         sizes = [other.length[row] if length is None else length for row in rows]
-        if max(sizes) > self.stacks[0][0].shape[3]:
-            self._grow(max(max(sizes), self.capacity))
+        if max(sizes) > self.capacity:
+            self._grow(max(sizes))
         for row, size in zip(rows, sizes, strict=True):
             for (k, v), (ok, ov) in zip(self.stacks, other.stacks, strict=True):
                 k[:, self.rows, :, :size] = ok[:, row, :, :size]
@@ -130,7 +129,7 @@ class Slots:
 
     def _grow(self, needed: int) -> None:
         """Make every row hold at least `needed` slots; doubles, so that growth is rare."""
-        capacity = max(2 * self.capacity if needed > self.capacity else self.capacity, needed)
+        capacity = max(2 * self.capacity, needed)
         self.stacks = [tuple(self._longer(t, capacity) for t in stack) for stack in self.stacks]  # type: ignore[misc]
         self.capacity = capacity
 

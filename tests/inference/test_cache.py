@@ -61,13 +61,13 @@ def some(rng: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
     rng, counter = random.Random(seed), [1]
-    pair = Pair(shapes, 3, counter)
-    for _ in range(120):
+    pair, longest = Pair(shapes, 3, counter), 0
+    for _ in range(150):
         count = rng.randint(1, 6)
-        action = rng.choice(["round", "round", "drafts", "append", "remove"])
+        action = rng.choice(["round"] * 8 + ["drafts", "append", "remove"] * 3 + ["fork"])
         if action == "drafts":  # entries of two levels, the second behind the first, neither kept
             pair.write(count)
             pair.write(rng.randint(1, 4), offset=count)
@@ -78,6 +78,14 @@ def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
             rows = sorted(rng.sample(range(len(numbers)), rng.randint(1, len(numbers))))
             pair.slots.append_rows(other.slots, rows)
             pair.lists.rows += [list(other.lists.rows[b]) for b in rows]
+        elif action == "fork" and pair.slots.stacks:  # a new cache of copies, cut to a common beginning
+            rows = rng.choices(range(len(pair.lists.rows)), k=rng.randint(1, 4))
+            size = rng.choice([None, rng.randint(0, min(len(pair.lists.rows[b]) for b in rows))])
+            fork = Pair(shapes, len(rows), counter, capacity=rng.choice([2, 64]))
+            fork.slots.append_rows(pair.slots, rows, size)
+            fork.lists.rows = [pair.lists.rows[b][:size] for b in rows]
+            pair.write(2)  # must not reach the copies
+            pair = fork
         elif action == "remove" and len(pair.lists.rows) > 1:
             gone = rng.sample(range(len(pair.lists.rows)), rng.randint(1, len(pair.lists.rows) - 1))
             pair.slots.remove_rows(gone)
@@ -86,7 +94,8 @@ def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
             numbers = pair.write(count)
             pair.commit(numbers, [some(rng, count) for _ in numbers])
         assert pair.slots.rows == len(pair.lists.rows)
-    assert max(len(row) for row in pair.lists.rows) > 20
+        longest = max(longest, *map(len, pair.lists.rows))
+    assert longest > 20
 
 
 def test_the_twin_notices_a_lost_entry() -> None:

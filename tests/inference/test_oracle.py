@@ -355,3 +355,16 @@ def test_prompts_that_share_a_beginning(policy: Policy | None) -> None:
     for batch_size in (1, 3):
         for result in generate(t, requests, head=head, policy=policy, batch_size=batch_size):
             assert result.token_ids == answers[result.id][len(prompts[result.id]) :]
+
+
+def test_a_long_prompt_after_a_short_one_that_begins_it() -> None:
+    """The second needs far more room than what it takes over was given."""
+    t = speller()
+    for first, second in [(10, 200), (200, 10)]:
+        requests = [
+            Request(ENDLESS[:size], Settings(max_new_tokens=new, eos_ids=()), id=size)
+            for size, new in [(first, 2), (second, 250)]
+        ]
+        for result in generate(t, requests):
+            assert result.token_ids == ENDLESS[result.id :][: result.new_tokens]
+            assert result.finish_reason == "length"
