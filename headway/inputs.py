@@ -23,8 +23,10 @@ def quiet() -> None:
     """Keep other libraries' warnings and loading bars off the screen."""
     import warnings
 
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"(transformers|torch|huggingface_hub)\b")
