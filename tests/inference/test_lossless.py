@@ -179,3 +179,15 @@ def test_a_shallow_target_gets_distinct_taps() -> None:
     assert len(set(taps)) == len(taps)
     assert all(tap == "last" or 0 <= tap < 4 for tap in taps)
     assert answer(t, TEXT, head, POLICIES["binary"], max_new_tokens=24).token_ids == hf_greedy(t.model, TEXT, 24)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_of_positions_is_not_overrun(family: str) -> None:
+    """Learned positions end with the context; the trees of the last rounds reach beyond it."""
+    t = target(build(3, model_type="gpt2", max_position_embeddings=48, num_key_value_heads=4))
+    assert t.model.transformer.wpe.num_embeddings == t.max_positions == 48
+    head = random_head(family, t)
+    for policy in POLICIES.values():
+        result = answer(t, TEXT, head, policy, max_new_tokens=100)
+        assert result.token_ids == hf_greedy(t.model, TEXT, 48 - len(TEXT))
+        assert result.finish_reason == "context"
