@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frontier, Head, State
 from headway.inference.tree import DynamicTree, Policy, StaticTree, Template, Tree, template
 
@@ -40,7 +41,13 @@ def _grow_static(head: Head, state: State, policy: StaticTree, root_B: Tensor) -
     frontier = Frontier(root_B[:, None], torch.full((B, 1), -1, device=device), 0)
     for d in range(policy.depth):
         logits_BNV, state = head.step(state, frontier)
-        best_BNK = logits_BNV.topk(max(layout.rank[d]) + 1, dim=-1).indices
+        most = max(layout.rank[d]) + 1
+        if most > logits_BNV.shape[-1]:
+            raise HeadwayError(
+                f"the tree takes rank {most - 1}, the head's vocabulary has {logits_BNV.shape[-1]} words; "
+                f"use ranks 0..{logits_BNV.shape[-1] - 1}"
+            )
+        best_BNK = logits_BNV.topk(most, dim=-1).indices
         token_BN = _to_target(head, best_BNK[:, layout.parent[d], layout.rank[d]])
         tokens.append(token_BN)
         if d + 1 < policy.depth:

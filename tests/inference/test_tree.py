@@ -205,3 +205,9 @@ def test_a_tree_deeper_than_the_heads_is_refused(policy: Any) -> None:
     check_policy(chain(3), 3)
     check_policy(chain(30), None)
     assert len(answer(t, encode("a"), head, chain(3), max_new_tokens=4).token_ids) == 4
+
+
+def test_a_rank_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises(HeadwayError, match="rank 7.* 7 words"):
+        grow(Table(0), None, StaticTree(((0,), (7,))), torch.tensor([5]))
+    grow(Table(0), None, StaticTree(((0,), (6,))), torch.tensor([5]))
