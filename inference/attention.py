@@ -3,7 +3,7 @@
 Letters: B rows, H query heads, K key heads, G = H / K, T queries, S keys, d head size.
 
 With a mask and fewer key heads than query heads, the stock sdpa path copies every key G times for each layer of each
-pass. Here the G query heads of a key head are rows of one matrix product. Long queries (prefill) go to sdpa.
+pass. Here the G query heads of a key head are the queries of one head. Long queries (prefill) go to sdpa.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 NAME = "headway_grouped"
 LONGEST_QUERY = 128
-"""Above this many queries the [T, S] scores cost more memory traffic than repeated keys, and sdpa is faster."""
+"""Above this many queries a repeated mask costs more than repeated keys."""
 
 
 def grouped_attention(
@@ -35,7 +35,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return attention output [B, T, H, d] as transformers expects of an attention function.
 
-    `attention_mask` is additive, [B, 1, T, S]. Scores are summed in the input's dtype and normalised in fp32.
+    `attention_mask` is additive, [B, 1, T, S].
     """
     B, H, T, d = query.shape
     K = key.shape[1]
@@ -43,13 +43,12 @@ def grouped_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    scale = scaling if scaling is not None else d**-0.5
-    q_BKRd = (query * scale).reshape(B, K, (H // K) * T, d)
-    score_BKGTS = torch.matmul(q_BKRd, key.transpose(-1, -2)).view(B, K, H // K, T, -1)
-    if attention_mask is not None:
-        score_BKGTS = score_BKGTS + attention_mask[:, :, None]
-    weight = torch.softmax(score_BKGTS, dim=-1, dtype=torch.float32).to(value.dtype)
-    out = torch.matmul(weight.view(B, K, (H // K) * T, -1), value)
+    G = H // K
+    mask = attention_mask
+    if mask is not None and T > 1:
+        mask = mask.repeat(1, 1, G, 1)  # query row g * T + t of a key head is query t of its g-th head
+    grouped = query.reshape(B, K, G * T, d)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.view(B, H, T, -1).transpose(1, 2), None
 
 

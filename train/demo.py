@@ -32,8 +32,8 @@ SHARES = {"prompts": 0.12, "distil": 0.34, "medusa": 0.10, "eagle3": 0.26}
 """Parts of the time; the rest goes to tuning, the bench and start-up."""
 ANSWERS = Settings(max_new_tokens=192)
 HEADS: dict[str, dict[str, Any]] = {
-    "medusa": {"num_heads": 3, "draft_vocab_size": 8192},
-    "eagle3": {"steps": 4, "draft_vocab_size": 8192},
+    "medusa": {"num_heads": 3, "draft_vocab_size": 4096},
+    "eagle3": {"steps": 3, "draft_vocab_size": 4096},
 }
 BATCH_ROWS = 32
 BENCH_TOKENS = 96
