@@ -32,7 +32,7 @@ $(OK): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "headway needs Python 3.10 or later; $(PYTHON) is `$(PYTHON) --version 2>&1`; set PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing torch, then headway (minutes; 'Retrying' below is harmless: an index that cannot be reached is skipped)"
+	@echo "installing torch, then headway (a few minutes)"
 	$(BIN)/pip install -qq $(PIP_TORCH_ARGS) "$(TORCH)"
 	$(BIN)/pip install -qq -e ".[dev,demo,plot]"
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__)'

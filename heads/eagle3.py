@@ -56,6 +56,11 @@ class Config(HeadConfig):
             raise HeadwayError("eagle3 needs head.taps, for example [1, 14, 26]")
         if self.steps < 1:
             raise HeadwayError(f"head.steps is {self.steps}; at least 1 is needed")
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+            raise HeadwayError(
+                f"head.num_attention_heads {self.num_attention_heads} is no multiple of head.num_key_value_heads "
+                f"{self.num_key_value_heads}; choose a divisor"
+            )
         if self.draft_vocab_size < 0:
             raise HeadwayError(
                 f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more"
