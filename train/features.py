@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from headway.inference.target import Target
 
 Kept = Literal["memory", "disk", "off"]
+
+Memory = dict[tuple[Any, ...], dict[str, Tensor]]
+"""Features by the rows of their batch. Runs in one process may share one: a head on `last` reads what another left."""
 
 SHARE = 0.5
 """Share of the free memory that kept features may take."""
@@ -39,12 +42,14 @@ class Features:
         batches: Sequence[Sequence[Row]],
         kept: Kept = "off",
         folder: Path | None = None,
+        shared: Memory | None = None,
     ) -> None:
         self.target, self.taps, self.batches, self.kept = target, tuple(taps), batches, kept
         self.folder = folder
         # The most common tap is the very feature the teacher reads: it is kept once.
         self._only_last = self.taps == ("last",)
-        self._memory: dict[int, dict[str, Tensor]] = {}
+        self._tap = f"tap {list(self.taps)}"
+        self._memory: Memory = {} if shared is None else shared
         if kept == "disk":
             assert folder is not None
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +79,7 @@ class Features:
     def _fill(self, batch: Batch, kept: dict[str, Tensor]) -> Batch:
         last = kept["last"].to(self.target.device, self.target.dtype)
         batch.last_BTD = last
-        batch.tap_BTF = last if self._only_last else kept["tap"].to(self.target.device, self.target.dtype)
+        batch.tap_BTF = last if self._only_last else kept[self._tap].to(self.target.device, self.target.dtype)
         batch.normaliser_BT = kept["normaliser"].to(self.target.device)
         batch.argmax_BT = kept["argmax"].to(self.target.device)
         return batch
@@ -84,7 +89,7 @@ class Features:
         tap_BTF, last_BTD = self.target.features(batch.token_BT, batch.length_B, self.taps)
         features = {"last": last_BTD.to(torch.bfloat16)}
         if not self._only_last:
-            features["tap"] = tap_BTF.to(torch.bfloat16)
+            features[self._tap] = tap_BTF.to(torch.bfloat16)
         row_M, position_M = label_positions(batch)
         last_MD = features["last"][row_M, position_M].to(self.target.dtype)
         normaliser_M, argmax_M = summarise(self.target.frozen, last_MD)
@@ -97,11 +102,20 @@ class Features:
     def _find(self, n: int) -> dict[str, Tensor] | None:
         if self.kept == "disk" and self._path(n).is_file():
             return load_file(self._path(n))
-        return self._memory.get(n)
+        found = self._memory.get(self._key(n))
+        return found if found is not None and (self._only_last or self._tap in found) else None
+
+    def _key(self, n: int) -> tuple[Any, ...]:
+        return tuple((row.id, len(row.token_ids)) for row in self.batches[n])
+
+    @property
+    def num_missing(self) -> int:
+        """Batches whose features are yet to be computed."""
+        return sum(self._find(n) is None for n in range(len(self.batches)))
 
     def _keep(self, n: int, features: dict[str, Tensor]) -> None:
         if self.kept == "memory":
-            self._memory[n] = {name: tensor.cpu() for name, tensor in features.items()}
+            self._memory[self._key(n)] = {name: tensor.cpu() for name, tensor in features.items()}
         if self.kept == "disk":
             aside = self._path(n).with_suffix(".tmp")
             save_file({name: tensor.cpu().contiguous() for name, tensor in features.items()}, aside)

@@ -23,6 +23,7 @@ from headway.heads.common.protocol import LossReport
 from headway.train.batches import Order
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
+from headway.train.features import Memory
 from headway.train.progress import Line, say
 from headway.train.run_folder import RunFolder
 from headway.train.schedule import learning_rate
@@ -39,17 +40,21 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C was pressed; the state is saved."""
 
 
-def train(config: TrainConfig, *, argv: Sequence[str] = (), target: Target | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig, *, argv: Sequence[str] = (), target: Target | None = None, shared: Memory | None = None
+) -> dict[str, Any]:
     """Train a head, or continue the run in `config.out`, and return the final figures; the head is in `out/head`.
 
-    `target` saves loading it again. Raises HeadwayError for bad input, before anything is written, and for a loss that
+    `target` saves loading it again; `shared` lets runs in one process use one another's features.
+
+    Raises HeadwayError for bad input, before anything is written, and for a loss that
     is not finite; Interrupted after Ctrl-C, with a state that the same call continues from.
     """
     done_before = finished(config)
     if done_before is not None:
         say(f"the run in {config.out} is finished; its head is in {RunFolder(config.out).head}")
         return done_before
-    run = prepare(config, argv, target)
+    run = prepare(config, argv, target, shared)
     accelerator, progress = run.accelerator, run.progress
     order = Order(len(run.train.batches), config.seed)
     line = Line(run.total_steps, show=accelerator.is_main_process)

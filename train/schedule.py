@@ -40,18 +40,21 @@ def steps_by_time(config: TrainConfig, features: Features, trial: Callable[[Batc
     """Return the steps that max_seconds buys, from the time of a few batches.
 
     `trial` is a whole step that leaves the weights as they are. Kept features are computed once, so later epochs are
-    cheaper: with N batches, f seconds for the features of one and t for its step, n batches take min(n, N) f + n t.
+    cheaper: with N batches, M of them without features yet, f seconds for the features of one and t for its step, n
+    batches take min(n, M) f + n t.
     """
     assert config.max_seconds is not None
     N = len(features.batches)
     chosen = torch.linspace(0, N - 1, min(NUM_TIMED + 1, N)).long().tolist()
     start = time.perf_counter()
-    trial(features.compute(chosen[0]))  # not counted: the first is slow
+    M = features.num_missing
+    look_up = features.compute if M else features.__getitem__
+    trial(look_up(chosen[0]))  # not counted: the first is slow
     f_sum = t_sum = 0.0
     num_timed = 0
     for n in chosen[1:] or chosen:
         begin = time.perf_counter()
-        batch = features.compute(n)
+        batch = look_up(n)
         middle = time.perf_counter()
         trial(batch)
         end = time.perf_counter()
@@ -59,9 +62,9 @@ def steps_by_time(config: TrainConfig, features: Features, trial: Callable[[Batc
         if end - start > TIMING_SHARE * config.max_seconds:
             break
     f, t = f_sum / num_timed, t_sum / num_timed
-    once = N * (f + t)
+    once = M * (f + t)
     if features.kept == "off" or config.max_seconds <= once:
         batches = config.max_seconds / (f + t)
     else:
-        batches = N + (config.max_seconds - once) / t
+        batches = M + (config.max_seconds - once) / t
     return max(1, round(batches / config.grad_accum))

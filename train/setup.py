@@ -22,7 +22,7 @@ from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
-from headway.train.features import Features, Kept, choose_cache
+from headway.train.features import Features, Kept, Memory, choose_cache
 from headway.train.progress import say
 from headway.train.run_folder import Progress, RunFolder, sha256_of
 from headway.train.schedule import steps_by_count, steps_by_time
@@ -78,7 +78,7 @@ def finished(config: TrainConfig) -> dict[str, Any] | None:
     return read_config(folder.head)["metrics"] if folder.head.is_dir() else None
 
 
-def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None) -> Run:
+def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, shared: Memory | None = None) -> Run:
     """Return a run ready to step: target, head, rows, optimizer, schedule, and the newest state if there is one."""
     manifest, dialogs = read_manifest(config.dialogs), read_dialogs(config.dialogs)
     rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows)
@@ -106,7 +106,7 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None) -> 
     train = Features(target, head.config.taps, batches)
     repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
     kept, why = choose_cache(config.cache, train.num_bytes, repeats)
-    train = Features(target, head.config.taps, batches, kept, folder.path / "cache")
+    train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared)
     held_out_kept: Kept = "off" if kept == "off" else "memory"
     held_out = Features(target, head.config.taps, make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
 

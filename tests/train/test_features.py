@@ -10,7 +10,7 @@ import torch
 from headway.heads.common.losses import label_positions
 from headway.inference.target import Target
 from headway.train.batches import Row
-from headway.train.features import Features, choose_cache
+from headway.train.features import Features, Memory, choose_cache
 
 ROWS = [
     [
@@ -59,3 +59,15 @@ def test_where_features_are_kept() -> None:
     assert choose_cache("auto", 1000, repeats=False)[0] == "off"
     assert choose_cache("auto", 1 << 60, repeats=True)[0] == "off"
     assert choose_cache("disk", 1000, repeats=False)[0] == "disk"
+
+
+def test_runs_share_features(tiny: Target) -> None:
+    """A head on `last` reads what a head on other taps left; taps are not taken for other taps."""
+    shared: Memory = {}
+    first = Features(tiny, (0, 2), ROWS, "memory", shared=shared)[0]
+    narrow = Features(tiny, ("last",), ROWS, "memory", shared=shared)
+    assert narrow.num_missing == 0
+    assert narrow[0].tap_BTF.equal(first.last_BTD)
+    other = Features(tiny, (1,), ROWS, "memory", shared=shared)
+    assert other.num_missing == 1
+    assert other[0].tap_BTF.equal(Features(tiny, (1,), ROWS)[0].tap_BTF)
