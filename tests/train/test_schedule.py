@@ -41,6 +41,7 @@ def test_steps_that_a_budget_buys(
 
     class Slow:
         batches = [None] * 10
+        num_missing = 10
 
         def __init__(self) -> None:
             self.kept = kept
