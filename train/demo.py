@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from headway.data.dialogs import read_dialogs
 from headway.data.distill import distill
 from headway.data.magpie import write_prompts
 from headway.data.prompts import read_rows
@@ -25,7 +26,9 @@ from headway.inference.embedded import smollm2
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tune import load_policy, save_policy, tune
-from headway.train.config import make_config
+from headway.train.batches import make_rows
+from headway.train.config import TrainConfig, make_config
+from headway.train.evaluate import choose_prompts
 from headway.train.features import Memory
 from headway.train.loop import train
 
@@ -97,7 +100,7 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
         stages.run(f"{number}/6 train {name}", lambda config=config: train(config, target=target, shared=shared))  # type: ignore[misc]
 
     heads = {name: load_head(folder / name / "head", target, dtype=target.dtype) for name in HEADS}
-    calibration = [row.token_ids[: row.spans[0][0]] for row in _calibration(folder / "dialogs")]
+    calibration = _held_out_prompts(folder / "dialogs")
     for name, head in heads.items():
         stages.run(
             f"5/6 choose a tree for {name}",
@@ -108,10 +111,11 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     return result
 
 
-def _calibration(folder: Path) -> list[Any]:
-    from headway.data.dialogs import read_dialogs
-
-    return read_dialogs(folder)[:8]
+def _held_out_prompts(folder: Path) -> list[list[int]]:
+    """Return prompts that neither head was trained on: a tree fitted to training prompts would be too large."""
+    config = TrainConfig(family="medusa", target="", dialogs=str(folder), out="", max_steps=1)
+    rows = make_rows(read_dialogs(folder), config.max_length, config.eval_fraction, config.eval_rows)
+    return choose_prompts(rows.held_out, 12, config.max_length)
 
 
 def _bench(target: Target, heads: dict[str, Any], folder: Path) -> dict[str, Any]:
