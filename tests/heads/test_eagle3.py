@@ -18,7 +18,9 @@ def test_taps_are_the_outputs_of_the_named_layers():
     seen: dict[int, torch.Tensor] = {}
     layers = target.model.model.layers
     hooks = [
-        layers[i].register_forward_hook(lambda m, a, out, i=i: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out))
+        layers[i].register_forward_hook(
+            lambda m, a, out, i=i: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out)
+        )
         for i in (2, 6, 9)
     ]
     states = target.model(input_ids=ids, output_hidden_states=True).hidden_states
@@ -38,7 +40,9 @@ def test_taps_are_the_outputs_of_the_named_layers():
 
 def _output_of_layer(target: Target, layer: int, ids: torch.Tensor) -> torch.Tensor:
     kept: list[torch.Tensor] = []
-    hook = target.layers[layer].register_forward_hook(lambda m, a, out: kept.append(out if torch.is_tensor(out) else out[0]))
+    hook = target.layers[layer].register_forward_hook(
+        lambda m, a, out: kept.append(out if torch.is_tensor(out) else out[0])
+    )
     target.model(input_ids=ids)
     hook.remove()
     return kept[0]
