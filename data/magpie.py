@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count as counting
 from pathlib import Path
 
@@ -33,14 +33,16 @@ def write_prompts(
     count: int,
     *,
     settings: Settings = DRAW,
+    openers: Sequence[str] = ("",),
     batch_size: int = 8,
     seconds: float | None = None,
     show: bool = True,
 ) -> Counter[str]:
     """Write up to `count` prompts as rows {"id": draw, "prompt": str} to `out`; return the counts of draws.
 
+    Draw i begins with the words `openers[i % len(openers)]`, which steer it to a subject; "" leaves it free.
     Empty, duplicate (same words) and runaway (never ended) draws are rejected into `out`'s .rejected.jsonl neighbour.
-    A file begun with the same target and settings is continued. No draw is begun after `seconds`.
+    A file begun with the same target, settings and openers is continued. No draw is begun after `seconds`.
 
     Raises HeadwayError when `out` was made by anything else, or when nearly all draws are rejected.
     """
@@ -49,9 +51,10 @@ def write_prompts(
     turn = user_prefix(target.tokenizer)
     settings = _until_turn_ends(target, settings, turn)
     path = Path(out)
-    manifest = _open_manifest(path, target, settings)
+    openers = tuple(openers) or ("",)
+    manifest = _open_manifest(path, target, settings, openers)
     kept, rejected = AppendLog(path), AppendLog(path.with_suffix(".rejected.jsonl"))
-    draws = _Draws(target, turn, settings, kept, rejected, count)
+    draws = _Draws(target, turn, settings, openers, kept, rejected, count)
     progress = Progress("prompts", count - draws.counts["kept"], seconds=seconds, show=show)
     try:
         results = generate(
@@ -82,9 +85,19 @@ class _Draws:
     """Which draws are done, and the judging of new ones in the order of their number."""
 
     def __init__(
-        self, target: Target, turn: UserTurn, settings: Settings, kept: AppendLog, rejected: AppendLog, count: int
+        self,
+        target: Target,
+        turn: UserTurn,
+        settings: Settings,
+        openers: tuple[str, ...],
+        kept: AppendLog,
+        rejected: AppendLog,
+        count: int,
     ) -> None:
-        self.target, self.turn, self.settings = target, turn, settings
+        self.target, self.turn, self.settings, self.openers = target, turn, settings, openers
+        assert target.tokenizer is not None
+        opener_ids = [target.tokenizer(words, add_special_tokens=False)["input_ids"] for words in openers]
+        self._prefixes = [[*turn.prefix_ids, *ids] for ids in opener_ids]
         self._kept, self._rejected, self.count = kept, rejected, count
         self.counts = Counter({"kept": len(kept.rows)})
         self.counts.update(row["reason"] for row in rejected.rows)
@@ -112,7 +125,7 @@ class _Draws:
                 return
             if draw not in self._done:
                 self._asked.append(draw)
-                yield Request(self.turn.prefix_ids, self.settings, id=draw, key=draw)
+                yield Request(self._prefixes[draw % len(self.openers)], self.settings, id=draw, key=draw)
 
     def judge(self, result: Result) -> None:
         """Take a finished draw; write this and others as far as no earlier draw is under way."""
@@ -132,6 +145,7 @@ class _Draws:
         if result.finish_reason not in ("stop", "stop_string"):
             return "", "runaway"
         text = str(self.target.tokenizer.decode(result.token_ids, skip_special_tokens=True))  # type: ignore[union-attr]
+        text = self.openers[result.id % len(self.openers)] + text
         for stop in self.settings.stop:
             text = text.partition(stop)[0]
         if not _normal(text):
@@ -160,7 +174,7 @@ def _until_turn_ends(target: Target, settings: Settings, turn: UserTurn) -> Sett
     return replace(settings, eos_ids=ends, stop=stop)
 
 
-def _open_manifest(path: Path, target: Target, settings: Settings) -> dict:
+def _open_manifest(path: Path, target: Target, settings: Settings, openers: tuple[str, ...]) -> dict:
     assert target.tokenizer is not None
     manifest = {
         "format": FORMAT,
@@ -169,6 +183,7 @@ def _open_manifest(path: Path, target: Target, settings: Settings) -> dict:
         "revision": target.info.revision,
         "template_sha256": digest(target.tokenizer.chat_template),
         "settings": settings_json(settings),
+        **({"openers": list(openers)} if openers != ("",) else {}),
     }
     if _manifest_path(path).exists():
         require_same(read_json(_manifest_path(path)), manifest, path)

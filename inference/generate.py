@@ -28,7 +28,7 @@ from headway.inference.draft import grow
 from headway.inference.sampling import Settings, choose, process
 from headway.inference.target import Target
 from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
-from headway.inference.verify import walk_exact, walk_greedy, walk_typical
+from headway.inference.verify import walk_exact, walk_exact_rows, walk_greedy, walk_typical
 
 
 @dataclass
@@ -129,8 +129,10 @@ def generate(
     batch = _Batch(target, head, policy, on_tokens, times, observe)
     waiting = iter(requests)
     while True:
-        entering = list(islice(waiting, batch_size - len(batch.rows)))
-        for group in _same_length(entering):
+        free = batch_size - len(batch.rows)
+        # A prefill reads all weights, for one row as for many: a large batch lets a few rows wait for one another.
+        entering = list(islice(waiting, free)) if free >= max(1, batch_size // 16) or not batch.rows else []
+        for group in _like_length(entering):
             yield from batch.admit(group)
         if not batch.rows:
             if not entering:
@@ -143,15 +145,16 @@ PREFILL_TOKENS = 2048
 """Most prompt tokens prefilled in one pass."""
 
 
-def _same_length(requests: list[Request]) -> Iterator[list[Request]]:
-    """Yield groups of requests whose prompts have one length, each small enough to prefill in one pass."""
-    by_length: dict[int, list[Request]] = {}
-    for request in requests:
-        by_length.setdefault(len(request.prompt_ids), []).append(request)
-    for size, group in by_length.items():
-        step = max(1, PREFILL_TOKENS // max(1, size))
-        for at in range(0, len(group), step):
-            yield group[at : at + step]
+def _like_length(requests: list[Request]) -> Iterator[list[Request]]:
+    """Yield groups of requests in ascending length of prompt, each small enough to prefill in one padded pass."""
+    group: list[Request] = []
+    for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
+        if group and len(request.prompt_ids) * (len(group) + 1) > PREFILL_TOKENS:
+            yield group
+            group = []
+        group.append(request)
+    if group:
+        yield group
 
 
 def default_policy(head: Head) -> Policy:
@@ -255,38 +258,47 @@ class _Batch:
 
     @torch.inference_mode()
     def admit(self, requests: list[Request]) -> Iterator[Result]:
-        """Prefill requests of one prompt length and emit their first tokens; yield the results of those that end there."""
+        """Prefill requests in one pass and emit their first tokens; yield the results of those that end there."""
         target, device = self.target, self.target.device
         rows = [_Row(request, target) for request in requests]
-        size, count = len(requests[0].prompt_ids), len(rows)
+        size_B, count = [len(request.prompt_ids) for request in requests], len(rows)
+        width = max(size_B)
         # Room for the answers, so that the cache rarely grows in flight.
-        cache = target.new_cache(count, capacity=size + min(max(row.budget for row in rows), 512) + 64)
+        cache = target.new_cache(count, capacity=width + min(max(row.budget for row in rows), 512) + 64)
         known = self._shared_prefix(requests)
         if known:
             assert self.prefilled is not None
             cache.slots.append_rows(self.prefilled[1].slots, [0] * count, known)
-        token_BT = torch.tensor([request.prompt_ids for request in requests], device=device)
-        position_BT = torch.arange(size, device=device).expand(count, -1)
-        causal = torch.ones(size - known, size - known, dtype=torch.bool, device=device).tril().expand(count, -1, -1)
+        padded = [request.prompt_ids + [0] * (width - len(request.prompt_ids)) for request in requests]
+        token_BT = torch.tensor(padded, device=device)
+        position_BT = torch.arange(width, device=device).expand(count, -1)
+        new = width - known
+        # Padding stands after a row's tokens, which do not see it, and it is not committed.
+        causal = torch.ones(new, new, dtype=torch.bool, device=device).tril().expand(count, -1, -1)
+        ends = sorted({size - known - 1 for size in size_B})
+        keep = 1 if len(ends) == 1 else torch.tensor(ends, device=device)
         out = target.forward(
-            token_BT[:, known:], position_BT[:, known:], causal, cache, taps=self.taps, logits_to_keep=1
+            token_BT[:, known:], position_BT[:, known:], causal, cache, taps=self.taps, logits_to_keep=keep
         )
-        cache.slots.commit([list(range(size - known))] * count)
-        if self.head is None and known < size - 1:
-            kept = target.new_cache(1, capacity=size)
+        cache.slots.commit([list(range(size - known)) for size in size_B])
+        if self.head is None and known < size_B[0] - 1:
+            kept = target.new_cache(1, capacity=size_B[0])
             kept.slots.append_rows(cache.slots, [0])
             self.prefilled = (requests[0].prompt_ids, kept)
         first = []
         for b, row in enumerate(rows):
-            score = process(out.logits_BNV[b, -1], row.settings, row.history)
-            first.append(row.emit([choose(score, row.settings, row.request.key, size)]))
+            score = process(out.logits_BNV[b, ends.index(size_B[b] - known - 1)], row.settings, row.history)
+            first.append(row.emit([choose(score, row.settings, row.request.key, size_B[b])]))
             self.on_tokens(row.request, first[-1])
         staying = [b for b, row in enumerate(rows) if not row.finish_reason]
         if staying:
             state = None
             if self.head is not None:
-                next_BT = torch.cat([token_BT[:, 1:], torch.tensor(first, device=device)], 1)
-                context = Context(out.tap_BNF, next_BT, position_BT, [size] * count)  # type: ignore[arg-type]
+                next_BT = token_BT.roll(-1, dims=1)
+                next_BT[torch.arange(count, device=device), torch.tensor(size_B, device=device) - 1] = torch.tensor(
+                    [tokens[0] for tokens in first], device=device
+                )
+                context = Context(out.tap_BNF, next_BT, position_BT, size_B)  # type: ignore[arg-type]
                 state = self.head.start(context, None, count)
                 if len(staying) < count:
                     state = self.head.select_rows(state, staying)
@@ -361,20 +373,34 @@ class _Batch:
 
     def _accept(self, tree: Tree, logits_BNV: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         token_BN = tree.token_BN.tolist()
+        walks: list[Any] = [None] * len(self.rows)
         argmax_BN: list[list[int]] | None = None
-        paths, emitted = [], []
+        alike: dict[Settings, list[int]] = {}
         for b, row in enumerate(self.rows):
             settings = row.settings
-            if settings.greedy and settings.repetition_penalty == 1.0:
+            free = settings.repetition_penalty == 1.0
+            if settings.greedy and free:
                 if argmax_BN is None:
                     argmax_BN = logits_BNV.argmax(-1).tolist()
-                path, tokens = walk_greedy(token_BN[b], tree.parents[b], argmax_BN[b])
+                walks[b] = walk_greedy(token_BN[b], tree.parents[b], argmax_BN[b])
+            elif settings.accept == "exact" and free:
+                alike.setdefault(settings, []).append(b)
             else:
                 walk = walk_typical if settings.accept == "typical" and not settings.greedy else walk_exact
-                path, tokens = walk(token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history)
-            paths.append(path)
-            emitted.append(tokens)
-        return paths, emitted
+                walks[b] = walk(token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history)
+        for settings, group in alike.items():
+            rows = [self.rows[b] for b in group]
+            found = walk_exact_rows(
+                [token_BN[b] for b in group],
+                [tree.parents[b] for b in group],
+                logits_BNV[group] if len(group) < len(self.rows) else logits_BNV,
+                settings,
+                [row.request.key for row in rows],
+                [len(row.history) for row in rows],
+            )
+            for b, walked in zip(group, found, strict=True):
+                walks[b] = walked
+        return [path for path, _ in walks], [emitted for _, emitted in walks]
 
     def _absorb(self, paths: list[list[int]], emitted: list[list[int]], tap_BNF: Tensor, start_B1: Tensor) -> None:
         """Give the head the features of the committed nodes, each with the token after it."""

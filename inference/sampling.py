@@ -1,6 +1,6 @@
 """What a target's logits become before a token is chosen, and the noise that chooses it.
 
-Letters: V vocabulary, M rows of logits.
+Letters: V vocabulary, M rows of logits, L rows not done yet, K candidates.
 
 A token is chosen by Gumbel-max: argmax of processed log-probabilities plus noise. The noise is a function of (seed, row
 key, position, token id) alone, so it does not matter how the logits came about: a run with a head, with another head or
@@ -73,36 +73,59 @@ def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:
         value = score[seen]
         score = score.clone()
         score[seen] = torch.where(value < 0, value * settings.repetition_penalty, value / settings.repetition_penalty)
-    if settings.greedy:
-        return score
-    score = score / settings.temperature
+    return score if settings.greedy else process_rows(score[None], settings)[0]
+
+
+def process_rows(logits_MV: Tensor, settings: Settings) -> Tensor:
+    """Return fp32 scores [M, V] of rows that share sampling settings and have no repetition penalty; see `process`."""
+    score = logits_MV.float()
+    if settings.temperature != 1.0:
+        score = score / settings.temperature
     if 0 < settings.top_k < score.shape[-1]:
-        floor = score.topk(settings.top_k).values[-1]
+        floor = score.topk(settings.top_k).values[:, -1:]
         score = score.masked_fill(score < floor, -torch.inf)
     if settings.top_p < 1.0:
         score = _top_p(score, settings.top_p)
     if settings.min_p > 0:
         probability = score.softmax(-1)
-        score = score.masked_fill(probability < settings.min_p * probability.max(), -torch.inf)
+        floor = settings.min_p * probability.amax(-1, keepdim=True)
+        score = score.masked_fill(probability < floor, -torch.inf)
     return score
 
 
-def _top_p(score_V: Tensor, top_p: float) -> Tensor:
-    """Keep the smallest set of most probable tokens whose probability reaches top_p; at least one."""
-    size = score_V.shape[-1]
-    total = torch.logsumexp(score_V.double(), -1)
-    # The kept set is small as a rule: look at the best few before sorting a whole vocabulary.
-    for head in (64, 1024, size):
-        value, index = score_V.topk(min(head, size))
-        probability = (value.double() - total).exp()
-        cumulative = probability.cumsum(-1)
-        if head >= size or cumulative[-1] >= top_p:
+_REACHES = (8.0, 16.0, torch.inf)
+"""How far below the best score a token of the kept set is looked for, in turn."""
+
+
+def _top_p(score_MV: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most probable tokens whose probability reaches top_p; at least one. Ties go by id."""
+    best_M1 = score_MV.amax(-1, keepdim=True)
+    total_M = (score_MV - best_M1).exp_().sum(-1).double()
+    out_MV = torch.full_like(score_MV, -torch.inf)
+    left = torch.arange(len(score_MV), device=score_MV.device)
+    # The kept set is small as a rule: rows are sorted as far down as they need, seldom whole.
+    for reach in _REACHES:
+        among = score_MV if len(left) == len(score_MV) else score_MV[left]
+        row, index = (among >= best_M1[left] - reach).nonzero(as_tuple=True)
+        count_L = torch.bincount(row, minlength=len(left))
+        place = torch.arange(len(row), device=row.device) - (count_L.cumsum(0) - count_L)[row]
+        value_LK = score_MV.new_full((len(left), int(count_L.max())), -torch.inf)
+        index_LK = torch.zeros_like(value_LK, dtype=torch.long)
+        value_LK[row, place] = among[row, index]
+        index_LK[row, place] = index
+        value_LK, order_LK = value_LK.sort(dim=-1, descending=True, stable=True)
+        probability_LK = (value_LK - best_M1[left]).double().exp() / total_M[left, None]
+        cumulative_LK = probability_LK.cumsum(-1)
+        keep_LK = (cumulative_LK - probability_LK < top_p) & (value_LK > -torch.inf)
+        keep_LK[:, 0] = True
+        done_L = (cumulative_LK[:, -1] >= top_p) | (reach == torch.inf)
+        keep_LK &= done_L[:, None]
+        row, place = keep_LK.nonzero(as_tuple=True)
+        out_MV[left[row], index_LK.gather(1, order_LK)[row, place]] = value_LK[row, place]
+        left = left[~done_L]
+        if not len(left):
             break
-    keep = cumulative - probability < top_p
-    keep[0] = True
-    out = torch.full_like(score_V, -torch.inf)
-    out[index[keep]] = value[keep]
-    return out
+    return out_MV
 
 
 _MASK64 = (1 << 64) - 1
@@ -116,10 +139,13 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def gumbel(seed: int, key: int, position: int, ids: Tensor) -> Tensor:
-    """Return Gumbel noise, float64, for token ids `ids`: a function of its arguments alone, on any device."""
+def _words(seed: int, key: int, position: int) -> tuple[int, int]:
+    """Return the two 32-bit words that name the noise of one position of one row."""
     word = _mix64(_mix64(_mix64(seed & _MASK64) ^ (key & _MASK64)) ^ position)
-    low, high = word & 0xFFFFFFFF, word >> 32
+    return word & 0xFFFFFFFF, word >> 32
+
+
+def _noise(low: int | Tensor, high: int | Tensor, ids: Tensor) -> Tensor:
     # A 32-bit integer hash (two multiply-xorshift rounds, keyed twice), held in int64 so that it wraps the same everywhere.
     x = (ids.long() * 0x9E3779B1 + low) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
@@ -130,15 +156,28 @@ def gumbel(seed: int, key: int, position: int, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+def gumbel(seed: int, key: int, position: int, ids: Tensor) -> Tensor:
+    """Return Gumbel noise, float64, for token ids `ids`: a function of its arguments alone, on any device."""
+    return _noise(*_words(seed, key, position), ids)
+
+
 def choose(score_V: Tensor, settings: Settings, key: int, position: int) -> int:
     """Return the token chosen from processed scores for the sequence position `position`."""
     if settings.greedy:
         return int(score_V.argmax())
-    if settings.top_k or settings.top_p < 1.0 or settings.min_p > 0:
-        ids = torch.isfinite(score_V).nonzero()[:, 0]
-        return int(ids[(score_V[ids].double() + gumbel(settings.seed, key, position, ids)).argmax()])
-    ids = torch.arange(score_V.shape[-1], device=score_V.device)
-    return int((score_V.double() + gumbel(settings.seed, key, position, ids)).argmax())
+    ids = (score_V > -torch.inf).nonzero()[:, 0]
+    return int(ids[(score_V[ids].double() + gumbel(settings.seed, key, position, ids)).argmax()])
+
+
+def choose_rows(score_MV: Tensor, settings: Settings, keys: list[int], positions: list[int]) -> list[int]:
+    """Return the token chosen from each row of processed scores, all under one sampling setting; see `choose`."""
+    words = [_words(settings.seed, key, position) for key, position in zip(keys, positions, strict=True)]
+    low_M, high_M = torch.tensor(words, device=score_MV.device).T
+    row, ids = (score_MV > -torch.inf).nonzero(as_tuple=True)
+    value = score_MV[row, ids].double() + _noise(low_M[row], high_M[row], ids)
+    counts = torch.bincount(row, minlength=len(score_MV)).tolist()
+    best = [int(part.argmax()) for part in value.split(counts)]
+    return [int(part[b]) for part, b in zip(ids.split(counts), best, strict=True)]
 
 
 def typical_threshold(probability_V: Tensor, epsilon: float, delta: float) -> float:

@@ -151,12 +151,12 @@ class Target:
         cache: SlotCache,
         *,
         taps: Sequence[Tap] = (),
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
     ) -> Output:
         """Run N new tokens of each row; node n sees the row's committed tokens and the nodes m with ancestor_BNN[b, n, m].
 
         Keys and values land in the slots after each row's committed ones; nothing is committed. `logits_to_keep` n > 0
-        gives the logits of the last n tokens only.
+        gives the logits of the last n tokens only, a tensor those of the tokens it names.
         """
         cache.slots.place(token_BN.shape[1], token_BN.device)
         mask = self._masks(position_BN, ancestor_BNN, cache)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headway.inference.sampling import Settings, choose, process, typical_threshold
+from headway.inference.sampling import Settings, choose, choose_rows, process, process_rows, typical_threshold
 
 
 def children_of(parents: list[int]) -> list[list[int]]:
@@ -56,6 +56,39 @@ def walk_exact(
         if child is None:
             return path, emitted
         path.append(child)
+
+
+def walk_exact_rows(
+    token_BN: list[list[int]],
+    parents: list[list[int]],
+    logits_BNV: Tensor,
+    settings: Settings,
+    keys: list[int],
+    lengths: list[int],
+) -> list[tuple[list[int], list[int]]]:
+    """Walk rows that share settings without a repetition penalty, all rows at once, as `walk_exact` walks each.
+
+    `lengths[b]` is the length of row b's history.
+    """
+    by_parent = [
+        {(p, token_N[n]): n for n, p in reversed(list(enumerate(above)))}
+        for token_N, above in zip(token_BN, parents, strict=True)
+    ]
+    walks: list[tuple[list[int], list[int]]] = [([0], []) for _ in token_BN]
+    walking, depth = list(range(len(token_BN))), 0
+    while walking:
+        score = process_rows(logits_BNV[walking, [walks[b][0][-1] for b in walking]], settings)
+        drawn = choose_rows(score, settings, [keys[b] for b in walking], [lengths[b] + depth for b in walking])
+        still = []
+        for b, token in zip(walking, drawn, strict=True):
+            path, emitted = walks[b]
+            emitted.append(token)
+            child = by_parent[b].get((path[-1], token))
+            if child is not None:
+                path.append(child)
+                still.append(b)
+        walking, depth = still, depth + 1
+    return walks
 
 
 def walk_typical(

@@ -14,7 +14,9 @@ from tests import tiny
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny.build(4, max_position_embeddings=4096).save_pretrained(folder)
+    target = tiny.build(4, max_position_embeddings=4096)
+    target.generation_config.eos_token_id = list(range(0, 256, 8))  # a random model ends its turns soon
+    target.save_pretrained(folder)
     tiny.byte_tokenizer().save_pretrained(folder)
     return folder
 
