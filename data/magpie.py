@@ -183,7 +183,7 @@ def _open_manifest(path: Path, target: Target, settings: Settings, openers: tupl
         "revision": target.info.revision,
         "template_sha256": digest(target.tokenizer.chat_template),
         "settings": settings_json(settings),
-        **({"openers": list(openers)} if openers != ("",) else {}),
+        "openers": list(openers),
     }
     if _manifest_path(path).exists():
         require_same(read_json(_manifest_path(path)), manifest, path)

@@ -171,6 +171,8 @@ def choose(score_V: Tensor, settings: Settings, key: int, position: int) -> int:
 
 def choose_rows(score_MV: Tensor, settings: Settings, keys: list[int], positions: list[int]) -> list[int]:
     """Return the token chosen from each row of processed scores, all under one sampling setting; see `choose`."""
+    if settings.temperature == 0:
+        return [int(token) for token in score_MV.argmax(-1)]
     words = [_words(settings.seed, key, position) for key, position in zip(keys, positions, strict=True)]
     low_M, high_M = torch.tensor(words, device=score_MV.device).T
     row, ids = (score_MV > -torch.inf).nonzero(as_tuple=True)

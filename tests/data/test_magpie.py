@@ -65,6 +65,19 @@ def test_interrupted_writing_continues_to_the_same_prompts(
         assert (tmp_path / f"p{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
 
 
+def test_openers_begin_the_prompts_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = use(monkeypatch, Script(lambda request: (f" many {request.key}?", "stop")))
+    openers = ("", "How")
+    write_prompts(tiny_target(), tmp_path / "p.jsonl", 4, openers=openers, batch_size=2, show=False)
+    rows, _ = read_rows(str(tmp_path / "p.jsonl"))
+    assert [row.messages[0]["content"] for row in rows] == ["many 0?", "How many 1?", "many 2?", "How many 3?"]
+    decode = tiny_target().tokenizer.decode  # type: ignore[union-attr]
+    asked = [decode(request.prompt_ids) for request in script.requests[:2]]
+    assert asked == ["<|im_start|>user\n", "<|im_start|>user\nHow"]
+    with pytest.raises(HeadwayError, match="openers"):
+        write_prompts(tiny_target(), tmp_path / "p.jsonl", 5, openers=("",), show=False)
+
+
 def test_a_real_engine_writes_the_same_at_any_batch_size(tmp_path: Path) -> None:
     settings = Settings(max_new_tokens=10, temperature=1.0, top_p=0.9)
     target = tiny_target()

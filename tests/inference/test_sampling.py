@@ -23,7 +23,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.inference.generate import plain
 from headway.inference.sampling import Settings, gumbel, process, typical_threshold
 from headway.inference.target import Target
-from headway.inference.verify import walk_exact, walk_greedy, walk_typical
+from headway.inference.verify import walk_exact, walk_exact_rows, walk_greedy, walk_typical
 from tests.inference.helpers import POLICIES, answer, encode, random_head
 from tests.tiny import build, target
 
@@ -288,3 +288,20 @@ def test_greedy_walk_is_the_exact_walk_at_temperature_zero() -> None:
 def test_settings_refuse(field: dict[str, Any]) -> None:
     with pytest.raises(HeadwayError, match=next(iter(field))):
         Settings(**field)
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8, "top_k": 9}])
+def test_rows_are_walked_together_as_alone(fields: dict[str, Any]) -> None:
+    settings = Settings(seed=3, **fields)
+    generator = torch.Generator().manual_seed(0)
+    lengths = set()
+    for _ in range(20):
+        logits_BNV = torch.randn(5, 9, 6, generator=generator) * 2
+        token_BN = torch.randint(6, (5, 9), generator=generator).tolist()
+        parents = [[-1, *(int(torch.randint(n, (1,), generator=generator)) for n in range(1, 9))] for _ in range(5)]
+        together = walk_exact_rows(token_BN, parents, logits_BNV, settings, list(range(5)), [4, 7, 1, 2, 9])
+        for b, history in enumerate([4, 7, 1, 2, 9]):
+            alone = walk_exact(token_BN[b], parents[b], logits_BNV[b], settings, b, [0] * history)
+            assert together[b] == alone
+            lengths.add(len(alone[1]))
+    assert len(lengths) > 2  # rows of unlike length did walk together
