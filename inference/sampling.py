@@ -73,12 +73,14 @@ def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:
         value = score[seen]
         score = score.clone()
         score[seen] = torch.where(value < 0, value * settings.repetition_penalty, value / settings.repetition_penalty)
-    return score if settings.greedy else process_rows(score[None], settings)[0]
+    return process_rows(score[None], settings)[0]
 
 
 def process_rows(logits_MV: Tensor, settings: Settings) -> Tensor:
     """Return fp32 scores [M, V] of rows that share sampling settings and have no repetition penalty; see `process`."""
     score = logits_MV.float()
+    if settings.greedy:
+        return score
     if settings.temperature != 1.0:
         score = score / settings.temperature
     if 0 < settings.top_k < score.shape[-1]:
@@ -171,7 +173,7 @@ def choose(score_V: Tensor, settings: Settings, key: int, position: int) -> int:
 
 def choose_rows(score_MV: Tensor, settings: Settings, keys: list[int], positions: list[int]) -> list[int]:
     """Return the token chosen from each row of processed scores, all under one sampling setting; see `choose`."""
-    if settings.temperature == 0:
+    if settings.greedy:
         return [int(token) for token in score_MV.argmax(-1)]
     words = [_words(settings.seed, key, position) for key, position in zip(keys, positions, strict=True)]
     low_M, high_M = torch.tensor(words, device=score_MV.device).T
