@@ -45,11 +45,13 @@ class Progress:
 
     def __str__(self) -> str:
         elapsed = max(self.elapsed, 1e-9)
-        left = [(self.total - self.done) * elapsed / self.done] if self.done else []
-        if self.seconds is not None:
-            left.append(max(0.0, self.seconds - elapsed))
-        eta = f", {_clock(min(left))} left" if left else ""
-        return f"{self.what} {self.done}/{self.total}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}"
+        by_items = (self.total - self.done) * elapsed / self.done if self.done else float("inf")
+        by_time = float("inf") if self.seconds is None else max(0.0, self.seconds - elapsed)
+        left = min(by_items, by_time)
+        eta = f", {_clock(left)} left" if left < float("inf") else ""
+        # A total that the time will not allow says nothing.
+        of = f"/{self.total}" if by_items <= by_time else ""
+        return f"{self.what} {self.done}{of}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}"
 
 
 def _clock(seconds: float) -> str:

@@ -35,7 +35,7 @@ app = typer.Typer(
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="Hub id, model folder or .gguf file.")]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub target.")]
-DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where it is fast.")]
 DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, ...")]
 TreeOption = Annotated[
     str | None,
@@ -233,6 +233,12 @@ def bench_command(
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    throughput: Annotated[
+        bool,
+        typer.Option(
+            "--throughput", help="Compare tokens per second over the whole set, as distilling does; no heads."
+        ),
+    ] = False,
     tree: TreeOption = None,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -251,7 +257,7 @@ def bench_command(
     from headway.data.chat import use_template
     from headway.data.progress import Progress
     from headway.heads.common.checkpoint import load_head
-    from headway.inference.bench import bench, print_report, require_matplotlib, save_plot, save_report
+    from headway.inference import bench as measure
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
 
@@ -262,10 +268,12 @@ def bench_command(
     )
     if plot and out is None:
         raise HeadwayError("--plot draws beside the report; give --out report.json")
+    if throughput and (head or plot):
+        raise HeadwayError("--throughput measures the target alone and draws nothing; leave out --head and --plot")
     if out is not None:
         inputs.check_file(out)
     if plot:
-        require_matplotlib()
+        measure.require_matplotlib()
     tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
     use_template(tokenizer, chat_template)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
@@ -277,25 +285,34 @@ def bench_command(
         name: (load_head(source, loaded), policy if policy is not None else inputs.saved_tree(source, loaded))
         for name, source in inputs.head_names(sources).items()
     }
+    said = shlex.join(["headway", *sys.argv[1:]])
+    if throughput:
+        report = measure.throughput(loaded, chosen, settings, batch_size=batch, command=said)
+        report["prompts"]["files"] = prompts
+        measure.print_throughput(report)
+        if out is not None:
+            measure.save_report(report, out)
+            print(f"headway: wrote {out}", file=sys.stderr)
+        return
     progress = Progress("bench: prompts", len(chosen))
-    report = bench(
+    report = measure.bench(
         loaded,
         heads,
         chosen,
         settings,
         batch_size=batch,
-        command=shlex.join(["headway", *sys.argv[1:]]),
+        command=said,
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
     )
     progress.close(f"bench: {len(chosen)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
     report["prompts"]["files"] = prompts
-    print_report(report)
+    measure.print_report(report)
     if out is not None:
-        save_report(report, out)
+        measure.save_report(report, out)
         print(f"headway: wrote {out}", file=sys.stderr)
         if plot:
             picture = out.with_suffix(".png")
-            save_plot(report, picture)
+            measure.save_plot(report, picture)
             print(f"headway: wrote {picture}", file=sys.stderr)
 
 
@@ -338,7 +355,13 @@ def eval_command(
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     check_policy(policy, loaded_head.max_depth)
     rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens)
-    report = {"target": target, "head": source, "dtype": dtype, "tree": policy.describe(), "rows": rows}
+    report = {
+        "target": target,
+        "head": source,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "tree": policy.describe(),
+        "rows": rows,
+    }
     if out is not None:
         from headway.inference.bench import save_report
 
@@ -449,6 +472,12 @@ def prompts_command(
     top_k: TopKOption = 0,
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
+    opener: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Words that prompts begin with, taken in turn; may be given again. An empty one leaves it free."
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts under way at once.")] = 8,
     minutes: Annotated[float | None, typer.Option(help="Begin no prompt after so long.")] = None,
     chat_template: TemplateOption = None,
@@ -475,7 +504,8 @@ def prompts_command(
     use_template(tokenizer, chat_template)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
     seconds = None if minutes is None else 60 * minutes
-    write_prompts(loaded, out, count, settings=settings, batch_size=batch_size, seconds=seconds)
+    openers = tuple(opener or ("",))
+    write_prompts(loaded, out, count, settings=settings, openers=openers, batch_size=batch_size, seconds=seconds)
 
 
 @command("train", context_settings={"ignore_unknown_options": True})

@@ -36,8 +36,8 @@ def check_dtype(dtype: str) -> str:
     """Return `dtype`. Raises HeadwayError for one there is not."""
     from headway.inference.target import DTYPES
 
-    if dtype not in DTYPES:
-        raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise HeadwayError(f"unknown dtype {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
     return dtype
 
 

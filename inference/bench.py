@@ -119,6 +119,82 @@ def bench(
     }
 
 
+def throughput(
+    target: Target, prompts: Sequence[Prompt], settings: Settings, *, batch_size: int, command: str = ""
+) -> dict[str, Any]:
+    """Return tokens per second over a whole set of prompts: a transformers.generate loop over batches, and Headway.
+
+    This is what distilling costs. The loop answers `batch_size` prompts at a time, left-padded, sorted by length, until
+    the last of them is done; Headway lets waiting prompts in as rows end. Half of the loop runs before Headway and half
+    after it, so that a machine that slows down slows both. Raises HeadwayError for no prompts.
+    """
+    if not prompts:
+        raise HeadwayError("no prompts to measure; give at least one")
+    numbered = sorted(enumerate(prompts), key=lambda pair: len(pair[1][2]))
+    groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
+    run = _transformers_run(target)
+    requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in enumerate(prompts)]
+    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
+    run(groups[0], short)
+    list(generate(target, [replace(r, settings=short) for r in requests[:batch_size]], batch_size=batch_size))
+    seconds = dict.fromkeys((TRANSFORMERS, PLAIN), 0.0)
+    answers: dict[int, list[int]] = {}
+
+    def loop(part: Sequence[Sequence[tuple[int, Prompt]]]) -> None:
+        begin = perf_counter()
+        for group in part:
+            for (number, _), answer in zip(group, run(group, settings), strict=True):
+                answers[number] = answer.token_ids
+        seconds[TRANSFORMERS] += perf_counter() - begin
+
+    loop(groups[::2])
+    begin = perf_counter()
+    ours = {result.id: result.token_ids for result in generate(target, requests, batch_size=batch_size)}
+    seconds[PLAIN] = perf_counter() - begin
+    loop(groups[1::2])
+    made = {TRANSFORMERS: sum(map(len, answers.values())), PLAIN: sum(map(len, ours.values()))}
+    speed = {name: made[name] / seconds[name] for name in made}
+    same = sum(ours[n] == ids for n, ids in answers.items()) / len(answers) if settings.greedy else None
+    return {
+        "format": FORMAT,
+        "target": target.info.name,
+        "settings": {**_plain_settings(settings), "batch_size": batch_size},
+        "environment": environment(target),
+        "command": command,
+        "prompts": {"count": len(prompts)},
+        "rows": [
+            {
+                "name": name,
+                "tokens_per_s": speed[name],
+                "ratio_vs_transformers": speed[name] / speed[TRANSFORMERS],
+                "tokens": made[name],
+                "seconds": seconds[name],
+                "identical": same if name == PLAIN else None,
+            }
+            for name in made
+        ],
+    }
+
+
+def print_throughput(report: dict[str, Any], console: Any = None) -> None:
+    """Print a throughput report's table."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    place, size = report["environment"], report["settings"]["batch_size"]
+    title = f"{report['target']}, {place['dtype']}, {report['prompts']['count']} prompts, {size} at once"
+    table = Table(box=SIMPLE, padding=(0, 0, 0, 1), title=title)
+    table.add_column("method", no_wrap=True)
+    for heading in ("tokens/s", "speed-up", "tokens", "seconds", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in report["rows"]:
+        same = "-" if row["identical"] is None else f"{row['identical']:.0%}"
+        cells = [f"{row['tokens_per_s']:.1f}", f"{row['ratio_vs_transformers']:.2f}"]
+        table.add_row(row["name"], *cells, str(row["tokens"]), f"{row['seconds']:.0f}", same)
+    (console or Console()).print(table)
+
+
 def _plain_settings(settings: Settings) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()}
 
@@ -130,6 +206,7 @@ def environment(target: Target) -> dict[str, Any]:
     return {
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": f"{device.type}: {name}",
+        "packed_weights": target.packed.reason or f"{target.packed.num_bytes / 2**30:.1f} GiB",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "headway": __version__,

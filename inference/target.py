@@ -8,6 +8,7 @@ With cache.py, attention.py and probe.py this is all that touches transformers' 
 from __future__ import annotations
 
 import inspect
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from headway.heads.common.protocol import Frozen, Tap, TargetInfo
 from headway.heads.common.slots import seen_slots
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
+from headway.inference.packed import Packed
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
@@ -67,6 +69,7 @@ class Target:
             "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         )
         self._windows = _windows(self.text_config)
+        self.packed = Packed(model)
         self.frozen = self._references()
         if mode is None:
             from headway.inference.probe import probe
@@ -85,14 +88,16 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Target:
-        """Return the target named by a hub id, a folder or a .gguf file.
+        """Return the target named by a hub id, a folder or a .gguf file. `dtype` "auto" is `fast_dtype` of the device.
 
         Raises HeadwayError when it cannot be found or the dtype is unknown.
         """
         name = str(name)
+        if dtype == "auto":
+            dtype = fast_dtype(device)
         torch_dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if torch_dtype is None:
-            raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}")
+            raise HeadwayError(f"unknown dtype {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
         source, extra = _source(name)
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -161,7 +166,7 @@ class Target:
         cache.slots.place(token_BN.shape[1], token_BN.device)
         mask = self._masks(position_BN, ancestor_BNN, cache)
         kwargs: dict[str, Any] = {self.cache_kwarg: cache, "logits_to_keep": logits_to_keep}
-        with self._capture(taps) as captured, use_grouped(self.model):
+        with self._capture(taps) as captured, use_grouped(self.model), self.packed:
             out = self.model(
                 input_ids=token_BN,
                 attention_mask=mask,
@@ -178,7 +183,7 @@ class Target:
         Entries on padding are meaningless. Used for training: no cache, no logits.
         """
         valid_BT = torch.arange(token_BT.shape[1], device=token_BT.device) < length_B[:, None]
-        with self._capture([*taps, "last"]) as captured:
+        with self._capture([*taps, "last"]) as captured, self.packed:
             self.decoder(input_ids=token_BT, attention_mask=valid_BT.long(), use_cache=False)
         return torch.cat(captured[:-1], dim=-1), captured[-1]
 
@@ -191,10 +196,13 @@ class Target:
             return embedding(ids) * embed_scale if embed_scale != 1.0 else embedding(ids)
 
         def logits(last: Tensor, rows: Tensor | None = None) -> Tensor:
-            weight = out.weight if rows is None else out.weight[rows]
-            bias = getattr(out, "bias", None)
-            bias = bias if bias is None or rows is None else bias[rows]
-            value = nn.functional.linear(last, weight, bias) * scale
+            if rows is None and not (last.requires_grad and torch.is_grad_enabled()):
+                with self.packed:
+                    value = out(last) * scale
+            else:
+                at = slice(None) if rows is None else rows
+                bias = getattr(out, "bias", None)
+                value = nn.functional.linear(last, out.weight[at], None if bias is None else bias[at]) * scale
             return torch.tanh(value / softcap) * softcap if softcap else value
 
         return Frozen(
@@ -256,6 +264,20 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def fast_dtype(device: str) -> str:
+    """Return bfloat16 where the device multiplies in it, otherwise float32.
+
+    A CPU without such instructions emulates them: one token still costs less than in float32, as fewer bytes are read,
+    but two cost twice that, so that verifying a draft or answering a batch gains nothing.
+    """
+    if device.startswith("cuda"):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if device.startswith("cpu") and platform.machine().lower() in ("x86_64", "amd64"):
+        native = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return "bfloat16" if any(getattr(torch.cpu, name, bool)() for name in native) else "float32"
+    return "bfloat16" if device.startswith("cpu") and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def load_tokenizer(

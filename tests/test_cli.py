@@ -247,6 +247,21 @@ def test_bench_prints_a_table_and_writes_the_report(run: Run, tmp_path: Path) ->
     assert sorted(p.name for p in out.parent.iterdir()) == ["report.json", "report.png"]
 
 
+def test_bench_throughput(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    argv = [*BENCH, "--prompts", "prompts.jsonl", "--throughput", "--batch", "2", "--out", str(out)]
+    code, printed, err = run(*argv)
+    assert code == 0, err
+    assert "2 at once" in printed
+    report = json.loads(out.read_text())
+    assert [row["name"] for row in report["rows"]] == ["transformers", "plain"]
+    assert report["rows"][0]["tokens"] == report["rows"][1]["tokens"] > 0
+    assert report["rows"][1]["identical"] == 1.0
+    code, _, err = run(*argv, "--head", "medusa")
+    assert code == 2
+    assert "--head" in err
+
+
 def test_eval_by_category(run: Run, tmp_path: Path) -> None:
     argv = ["eval", "-t", "target", "--head", "eagle3", "-p", "prompts.jsonl", "-n", "8", "--json"]
     report = json.loads(run(*argv, "--out", str(tmp_path / "e.json"))[1])
@@ -275,8 +290,10 @@ def test_prompts_and_distill(run: Run, tmp_path: Path) -> None:
     assert run(*argv)[0] == 0
     assert len((dialogs / "dialogs.jsonl").read_text().splitlines()) >= 3
     assert run(*argv, "--temperature", "0.5")[0] == 2  # other settings, same folder
-    code, _, err = run("prompts", "-t", "target", "--count", "2", "--out", str(tmp_path / "p.jsonl"), "-n", "3")
+    argv = ["prompts", "-t", "target", "--count", "2", "--out", str(tmp_path / "p.jsonl"), "-n", "3"]
+    code, _, err = run(*argv, "--opener", "", "--opener", "How many")
     assert code in (0, 2), err  # random weights hardly ever end a turn
+    assert json.loads((tmp_path / "p.manifest.json").read_text())["openers"] == ["", "How many"]
     assert "Traceback" not in err
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from headway.data.dialogs import Dialog
 from headway.heads.common.errors import HeadwayError
+
+Supervise = Literal["answers", "all"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,13 @@ class Rows:
     num_without_goal: int = 0
 
 
-def make_rows(dialogs: Sequence[Dialog], max_length: int, eval_fraction: float, eval_rows: int) -> Rows:
+def make_rows(
+    dialogs: Sequence[Dialog], max_length: int, eval_fraction: float, eval_rows: int, supervise: Supervise = "answers"
+) -> Rows:
     """Return the rows of the dialogs, split by the hash of their id.
+
+    With `supervise` "all" every token of a row to train on is a goal, prompts and template included: the teacher is the
+    target's distribution there, which is as good after words it did not write. Held-out rows are judged by answers.
 
     Raises HeadwayError when nothing is left to train on.
     """
@@ -67,7 +75,10 @@ def make_rows(dialogs: Sequence[Dialog], max_length: int, eval_fraction: float, 
             f"{len(dialogs)} dialogs give {len(kept)} rows with a supervised token in the first {max_length}, and "
             f"{num_held_out} are held out; make more with `headway distill`, or raise max_length"
         )
-    return Rows(kept[num_held_out:], kept[:num_held_out], num_cut, num_without_goal)
+    train = kept[num_held_out:]
+    if supervise == "all":
+        train = [replace(row, supervised=[True] * len(row.token_ids)) for row in train]
+    return Rows(train, kept[:num_held_out], num_cut, num_without_goal)
 
 
 def make_batches(rows: Sequence[Row], tokens_per_batch: int) -> list[list[Row]]:

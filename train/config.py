@@ -16,6 +16,7 @@ import yaml
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import find_family
+from headway.train.batches import Supervise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,9 @@ class TrainConfig:
     """Run folder: head/ (the result), state/ (to continue from), run.json, log.jsonl."""
     head: dict[str, Any] = field(default_factory=dict)
     """Fields of the family's Config; what is left open comes from the family or the target."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the target. The head's own weights are trained in float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Of the target; `auto` is bfloat16 where the device multiplies in it, else float32. The head's own weights are trained
+    in float32."""
     autocast: bool = False
     """Run the head's matrix products in bfloat16."""
     seed: int = 0
@@ -55,6 +57,9 @@ class TrainConfig:
     """Dialogs are cut to this many tokens; cuts are counted."""
     grad_accum: int = 1
     """Batches of an optimizer step (on each process)."""
+    supervise: Supervise = "answers"
+    """Which tokens are goals: those of the answers, or `all`, prompts and template too. With self-written prompts `all`
+    trains on half as many tokens again for little more time. Held-out figures are over answers either way."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     warmup: float = 0.05

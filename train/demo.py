@@ -39,7 +39,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "draft_vocab_size": 4096},
     "eagle3": {"steps": 3, "draft_vocab_size": 4096},
 }
-BATCH_ROWS = 32
+OPENERS = ("", "Complete this Python function.\n\n```python\ndef", "", "How many", "", "Write a Python function that")
+"""Half of the prompts are left to the target, half are steered to code and sums: what the bench asks for is among what
+the heads learn from, though none of its prompts is."""
+BATCH_ROWS = 128
 BENCH_TOKENS = 80
 BENCH_PROMPTS = 6
 """Of each set."""
@@ -58,13 +61,16 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     seconds = {name: share * 60 * minutes for name, share in SHARES.items()}
     stages = _Stages(folder / "stages.json")
 
-    target = Target.load(smollm2() if model is None else model, dtype="bfloat16")
-    _say(f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads")
+    target = Target.load(smollm2() if model is None else model, dtype="auto")
+    dtype = str(target.dtype).removeprefix("torch.")
+    _say(f"target {target.info.name}: {target.mode} mode, {dtype}, {torch.get_num_threads()} threads")
 
     prompts = folder / "prompts.jsonl"
     stages.run(
         "1/6 the target writes prompts",
-        lambda: write_prompts(target, prompts, count=100_000, batch_size=BATCH_ROWS, seconds=seconds["prompts"]),
+        lambda: write_prompts(
+            target, prompts, count=100_000, openers=OPENERS, batch_size=BATCH_ROWS, seconds=seconds["prompts"]
+        ),
     )
     rows, report = read_rows(str(prompts))
     _say(str(report))
@@ -88,8 +94,9 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
                 "target": target.info.name,
                 "dialogs": str(folder / "dialogs"),
                 "out": str(folder / name),
-                "dtype": "bfloat16",
-                "autocast": True,
+                "dtype": dtype,
+                "autocast": target.dtype == torch.bfloat16,
+                "supervise": "all",
                 "max_seconds": seconds[name],
                 "lr": 1e-3,
                 "tokens_per_batch": 512,

@@ -106,7 +106,8 @@ class Features:
         return found if found is not None and (self._only_last or self._tap in found) else None
 
     def _key(self, n: int) -> tuple[Any, ...]:
-        return tuple((row.id, len(row.token_ids)) for row in self.batches[n])
+        # The goals too: the teacher's normalisers are made for them alone.
+        return tuple((row.id, len(row.token_ids), row.num_goals) for row in self.batches[n])
 
     @property
     def num_missing(self) -> int:

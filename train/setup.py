@@ -81,7 +81,7 @@ def finished(config: TrainConfig) -> dict[str, Any] | None:
 def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, shared: Memory | None = None) -> Run:
     """Return a run ready to step: target, head, rows, optimizer, schedule, and the newest state if there is one."""
     manifest, dialogs = read_manifest(config.dialogs), read_dialogs(config.dialogs)
-    rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows)
+    rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows, config.supervise)
     tree = None if config.tree == "auto" else parse_policy(config.tree)
     accelerator = make_accelerator(config)
     if target is None:

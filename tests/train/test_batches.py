@@ -7,7 +7,9 @@ import torch
 
 from headway.data.dialogs import Dialog
 from headway.heads.common.errors import HeadwayError
-from headway.train.batches import Order, count_tokens, make_batches, make_rows, pad
+from headway.train.batches import Order, Supervise, count_tokens, make_batches, make_rows, pad
+
+SUPERVISE: tuple[Supervise, Supervise] = ("all", "answers")
 
 
 def dialog(i: int, size: int, start: int = 2) -> Dialog:
@@ -30,6 +32,14 @@ def test_the_split_does_not_depend_on_the_order() -> None:
     assert {row.id for row in make_rows(dialogs[::-1], 20, 0.1, 10).held_out} == split
     assert len(split) == 3
     assert make_rows(dialogs, 20, 0.0, 10).held_out == []
+
+
+def test_all_tokens_of_training_rows_can_be_goals() -> None:
+    dialogs = [dialog(i, 12, start=8) for i in range(20)]
+    rows, answers = (make_rows(dialogs, 20, 0.2, 10, supervise) for supervise in SUPERVISE)
+    assert all(all(row.supervised) for row in rows.train)
+    assert sum(row.num_goals for row in rows.train) == 16 * 10
+    assert rows.held_out == answers.held_out  # judged by what the target wrote, either way
 
 
 def test_nothing_to_train_on_is_refused() -> None:

@@ -1,0 +1,78 @@
+"""Packed weights: the same products as the stock layers, only inside the block, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.inference import packed, target
+from headway.inference.packed import Packed
+from tests.tiny import llama4
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return llama4().eval().requires_grad_(False)
+
+
+def test_packed_equals_stock_and_leaves_it_stock(model: torch.nn.Module) -> None:
+    ids = torch.arange(12)[None]
+    want = model(ids).logits
+    weights = Packed(model)
+    if weights.reason:
+        pytest.skip(weights.reason)
+    with weights:
+        linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        assert linears
+        assert all("forward" in m.__dict__ for m in linears)
+        torch.testing.assert_close(model(ids).logits, want, atol=1e-5, rtol=1e-4)
+    with pytest.raises(KeyError), weights:
+        raise KeyError
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    assert torch.equal(model(ids).logits, want)
+
+
+def test_packed_copies_are_the_weights_of_their_own_layer(model: torch.nn.Module) -> None:
+    weights = Packed(model)
+    if weights.reason:
+        pytest.skip(weights.reason)
+    for module in (m for m in model.modules() if isinstance(m, torch.nn.Linear)):
+        x = torch.randn(5, module.in_features)
+        want = module(x)
+        with weights:
+            torch.testing.assert_close(module(x), want, atol=1e-5, rtol=1e-4)
+            assert not torch.allclose(module(x), torch.nn.functional.linear(x, module.weight.roll(1, 0)), atol=1e-3)
+
+
+def test_packing_is_refused(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "float32" in Packed(llama4().bfloat16()).reason
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "SHARE", 0.0)
+        assert "memory" in Packed(model).reason
+    linear = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    handle = linear.register_forward_hook(lambda *_: None)
+    assert "hooks" in Packed(model).reason
+    handle.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(packed, "_packed_forward", lambda module: lambda x: module(x) * 1.01)
+        assert "differs" in Packed(model).reason
+    refused = Packed(llama4().bfloat16())
+    with refused:
+        assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_logits_of_a_target_keep_their_gradient(model: torch.nn.Module) -> None:
+    frozen = target.Target(model, None, "tiny", mode="tree").frozen  # type: ignore[arg-type]
+    last = torch.randn(3, frozen.info.hidden_size, requires_grad=True)
+    frozen.logits(last).sum().backward()
+    assert last.grad is not None
+    assert bool(last.grad.any())
+    torch.testing.assert_close(frozen.logits(last.detach()), frozen.logits(last).detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_fast_dtype_is_what_the_processor_multiplies_in(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    assert target.fast_dtype("cpu") == ("bfloat16" if native else "float32")
