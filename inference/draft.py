@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Frontier, Head, State
+from headway.heads.common.protocol import Context, Frontier, Head, State
+from headway.inference.packed import pack
 from headway.inference.tree import DynamicTree, Policy, StaticTree, Template, Tree, template
 
 _layouts: dict[StaticTree, Template] = {}
@@ -24,9 +25,16 @@ def grow(head: Head, state: State, policy: Policy, root_B: Tensor) -> tuple[Tree
     """
     if policy.depth == 0:
         return Tree.from_parents(root_B[:, None], [[-1]] * root_B.shape[0]), state
-    if isinstance(policy, StaticTree):
-        return _grow_static(head, state, policy, root_B)
-    return _grow_dynamic(head, state, policy, root_B)
+    with pack(head):
+        if isinstance(policy, StaticTree):
+            return _grow_static(head, state, policy, root_B)
+        return _grow_dynamic(head, state, policy, root_B)
+
+
+def absorb(head: Head, context: Context, state: State | None, rows: int) -> State:
+    """Return the head's state after newly committed tokens, by its `start`."""
+    with pack(head):
+        return head.start(context, state, rows)
 
 
 def _to_target(head: Head, ids: Tensor) -> Tensor:

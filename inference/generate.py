@@ -24,7 +24,7 @@ from torch import Tensor
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Head, State
 from headway.inference.cache import SlotCache
-from headway.inference.draft import grow
+from headway.inference.draft import absorb, grow
 from headway.inference.sampling import Settings, choose, process
 from headway.inference.target import Target
 from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
@@ -299,7 +299,7 @@ class _Batch:
                     [tokens[0] for tokens in first], device=device
                 )
                 context = Context(out.tap_BNF, next_BT, position_BT, size_B)  # type: ignore[arg-type]
-                state = self.head.start(context, None, count)
+                state = absorb(self.head, context, None, count)
                 if len(staying) < count:
                     state = self.head.select_rows(state, staying)
             self._join([rows[b] for b in staying], cache, staying, state)
@@ -412,7 +412,8 @@ class _Batch:
         next_BT = torch.tensor([e[:c] + [0] * (width - c) for e, c in zip(emitted, count, strict=True)], device=device)
         tap_BTF = tap_BNF.gather(1, path_BT[:, :, None].expand(-1, -1, tap_BNF.shape[2]))
         position_BT = start_B1 + torch.arange(width, device=device)
-        self.state = self.head.start(Context(tap_BTF, next_BT, position_BT, count), self.state, len(paths))  # type: ignore[union-attr]
+        context = Context(tap_BTF, next_BT, position_BT, count)
+        self.state = absorb(self.head, context, self.state, len(paths))  # type: ignore[arg-type]
 
     def _drop(self, done: list[int]) -> None:
         kept = [b for b in range(len(self.rows)) if b not in done]

@@ -21,7 +21,7 @@ import torch
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Head
-from headway.inference.draft import grow
+from headway.inference.draft import absorb, grow
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -170,19 +170,18 @@ def measure_draft(target: Target, head: Head, policy: Policy, context: int, repe
     device, dtype = target.device, target.dtype
     width = target.tap_width(head.config.taps)
 
-    def absorb(state: Any, count: int, at: int) -> Any:
+    def take(state: Any, count: int, at: int) -> Any:
         tap = torch.randn(1, count, width, device=device).to(dtype)
         position = torch.arange(at, at + count, device=device)[None]
-        return head.start(
-            Context(tap, torch.ones(1, count, dtype=torch.long, device=device), position, [count]), state, 1
-        )
+        following = torch.ones(1, count, dtype=torch.long, device=device)
+        return absorb(head, Context(tap, following, position, [count]), state, 1)
 
-    state = absorb(None, context, 0)
+    state = take(None, context, 0)
     root = torch.ones(1, dtype=torch.long, device=device)
     seconds = []
     for repeat in range(repeats + 1):
         begin = perf_counter()
-        state = absorb(state, 2, context + 2 * repeat)
+        state = take(state, 2, context + 2 * repeat)
         tree, state = grow(head, state, policy, root)
         tree.token_BN[0, 0].item()
         seconds.append(perf_counter() - begin)

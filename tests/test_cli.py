@@ -146,7 +146,7 @@ def _truncated(folder: Path, tmp_path: Path) -> str:
 
 
 BAD = {
-    "dtype": ([*GENERATE, "--prompt", "a", "--dtype", "float7"], "unknown dtype 'float7'; allowed: float32"),
+    "dtype": ([*GENERATE, "--prompt", "a", "--dtype", "float7"], "unknown dtype 'float7'; allowed: auto, float32"),
     "device": ([*GENERATE, "--prompt", "a", "--device", "abacus"], "no device 'abacus'"),
     "no target": (["generate", "--target", "./nowhere", "--prompt", "a"], "no folder './nowhere'"),
     "no head": ([*GENERATE, "--prompt", "a", "--head", "./nowhere"], "no folder './nowhere'"),

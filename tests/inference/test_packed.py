@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.inference import packed, target
-from headway.inference.packed import Packed
+from headway.inference.packed import Packed, pack
 from tests.tiny import llama4
 
 
@@ -76,3 +76,17 @@ def test_the_fast_dtype_is_what_the_processor_multiplies_in(native: bool, monkey
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
     assert target.fast_dtype("cpu") == ("bfloat16" if native else "float32")
+
+
+def test_changed_weights_are_packed_again() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    if pack(layer).reason:
+        pytest.skip(pack(layer).reason)
+    assert pack(layer) is pack(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before, x = pack(layer), torch.randn(3, 16)
+    layer(x).sum().backward()
+    optimizer.step()
+    assert pack(layer) is not before
+    with torch.no_grad(), pack(layer):
+        torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer[0].weight, layer[0].bias))
