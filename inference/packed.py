@@ -87,6 +87,8 @@ def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     product = torch.ops.mkldnn._linear_pointwise.default
 
     def forward(x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:  # under autocast, say
+            return nn.functional.linear(x, module.weight, module.bias)
         out: Tensor = product(x, weight, bias, "none", [], "")
         return out
 

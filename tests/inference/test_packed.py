@@ -44,6 +44,13 @@ def test_packed_copies_are_the_weights_of_their_own_layer(model: torch.nn.Module
             assert not torch.allclose(module(x), torch.nn.functional.linear(x, module.weight.roll(1, 0)), atol=1e-3)
 
 
+def test_low_precision_inputs_go_the_stock_way() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 8)).requires_grad_(False)
+    x = torch.randn(3, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16), pack(layer):
+        assert layer(x).dtype == torch.bfloat16
+
+
 def test_packing_is_refused(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float32" in Packed(llama4().bfloat16()).reason
     with monkeypatch.context() as patch:
