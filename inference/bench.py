@@ -65,11 +65,13 @@ def bench(
     settings: Settings,
     *,
     batch_size: int = 1,
+    seconds: float | None = None,
     command: str = "",
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Return the report of all methods on `prompts`; `heads` maps a name to a head and its tree (None: the default).
 
+    After `seconds` no further prompts are begun (the first are); the report counts those that were measured.
     `on_progress(prompts done, tokens made)` is called as it goes. Raises HeadwayError for no prompts, a tree deeper
     than its head, or a head named as one of the methods is.
     """
@@ -94,7 +96,11 @@ def bench(
     for tally in tallies.values():
         tally.forget_warm_up()
     names = list(runs)
+    start, measured = perf_counter(), 0
     for i, group in enumerate(groups):
+        if measured and seconds is not None and perf_counter() - start > seconds:
+            break
+        measured += len(group)
         for name in names[i % len(names) :] + names[: i % len(names)]:
             begin = perf_counter()
             answers = runs[name](group, settings)
@@ -112,7 +118,11 @@ def bench(
         "settings": {**_plain_settings(settings), "batch_size": batch_size},
         "environment": environment(target),
         "command": command,
-        "prompts": {"count": len(prompts), "categories": sorted({category for _, category, _ in prompts})},
+        "prompts": {
+            "count": measured,
+            "left_out": len(prompts) - measured,
+            "categories": sorted({category for _, category, _ in prompts[:measured]}),
+        },
         "rows": [tally.row(tallies, settings) for tally in tallies.values()],
         "rounds": [tally.round() for tally in tallies.values() if tally.times.rounds],
         "answers": [entry for tally in tallies.values() for entry in tally.entries],

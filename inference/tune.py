@@ -11,6 +11,7 @@ highest (1 + accepted) / (T(N) + C(D)) is taken; a chain and no draft at all are
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -74,10 +75,13 @@ def tune(
     max_new_tokens: int = 64,
     context: int = 200,
     repeats: int = 7,
+    seconds: float | None = None,
+    on_progress: Callable[[int, int], None] = lambda items, tokens: None,
 ) -> dict[str, Any]:
     """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it.
 
-    Times are medians in milliseconds at batch 1 with `context` cached tokens. Raises HeadwayError without prompts.
+    Times are medians in milliseconds at batch 1 with `context` cached tokens. After `seconds` no
+    further prompt is answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Raises HeadwayError without prompts.
     """
     if not prompts:
         raise HeadwayError("tuning needs at least one calibration prompt")
@@ -87,8 +91,14 @@ def tune(
     wide = DynamicTree(depth=depth, top_k=top_k, nodes=max(WIDTHS))
     recording, settings, times = Recording(), Settings(max_new_tokens=max_new_tokens), Times()
     requests = [Request(ids, settings, id=i) for i, ids in enumerate(prompts)]
-    for _ in generate(target, requests, head=head, policy=wide, observe=recording.observe, times=times):
-        pass
+    begin = perf_counter()
+    emitted = lambda request, tokens: on_progress(0, len(tokens))  # noqa: E731
+    for _ in generate(
+        target, requests, head=head, policy=wide, on_tokens=emitted, observe=recording.observe, times=times
+    ):
+        on_progress(1, 0)
+        if seconds is not None and perf_counter() - begin > seconds:
+            break
     verify = measure_verify(target, context, repeats, head)
     tree_draft = {
         d: measure_draft(target, head, DynamicTree(d, top_k, wide.nodes), context, repeats) for d in range(1, depth + 1)

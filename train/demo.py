@@ -19,9 +19,11 @@ import torch
 from headway.data.dialogs import read_dialogs
 from headway.data.distill import distill
 from headway.data.magpie import write_prompts
+from headway.data.progress import Progress
 from headway.data.prompts import read_rows
 from headway.heads.common.checkpoint import load_head
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Head
 from headway.inference.embedded import smollm2
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -32,8 +34,8 @@ from headway.train.evaluate import choose_prompts
 from headway.train.features import Memory
 from headway.train.loop import train
 
-SHARES = {"prompts": 0.12, "distil": 0.34, "eagle3": 0.28, "medusa": 0.08}
-"""Parts of the time; the rest goes to tuning, the bench and start-up."""
+SHARES = {"prompts": 0.10, "distil": 0.24, "eagle3": 0.30, "medusa": 0.06, "tune": 0.04, "bench": 0.12}
+"""Parts of the time, `tune` for each head; the rest is start-up, evaluations, and the ends of what had begun."""
 ANSWERS = Settings(max_new_tokens=192)
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "draft_vocab_size": 4096},
@@ -44,8 +46,8 @@ OPENERS = ("", "Complete this Python function.\n\n```python\ndef", "", "How many
 the heads learn from, though none of its prompts is."""
 BATCH_ROWS = 128
 BENCH_TOKENS = 80
-BENCH_PROMPTS = 6
-"""Of each set."""
+BENCH_PROMPTS = 8
+"""Of each set, in turn, as far as the time allows."""
 
 
 def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path | None = None) -> dict[str, Any]:
@@ -101,7 +103,8 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
                 "lr": 1e-3,
                 "tokens_per_batch": 512,
                 "head": HEADS[name],
-                "eval_prompts": 8,
+                "eval_prompts": 4,
+                "eval_tokens": 48,
             }
         )
         stages.run(f"{number}/6 train {name}", lambda config=config: train(config, target=target, shared=shared))  # type: ignore[misc]
@@ -111,11 +114,25 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     for name, head in heads.items():
         stages.run(
             f"5/6 choose a tree for {name}",
-            lambda name=name, head=head: save_policy(folder / name / "head", target, tune(target, head, calibration)),  # type: ignore[misc]
+            lambda name=name, head=head: _tune(target, head, calibration, folder / name / "head", seconds["tune"]),  # type: ignore[misc]
         )
-    result = _bench(target, heads, folder)
+    result = _bench(target, heads, folder, seconds["bench"])
     _say(f"done in {(perf_counter() - begin) / 60:.1f} minutes; heads, report and plot are in {folder}")
     return result
+
+
+def _tune(target: Target, head: Head, prompts: list[list[int]], folder: Path, seconds: float) -> None:
+    progress = Progress("tune: answers", len(prompts), seconds=seconds)
+    report = tune(
+        target,
+        head,
+        prompts,
+        seconds=seconds,
+        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+    )
+    save_policy(folder, target, report)
+    ratio = report.get("expected_ratio_vs_plain", 1.0)
+    progress.close(f"tune: {report['policy']}, expected to be {ratio:.2f} x plain")
 
 
 def _held_out_prompts(folder: Path) -> list[list[int]]:
@@ -125,14 +142,25 @@ def _held_out_prompts(folder: Path) -> list[list[int]]:
     return choose_prompts(rows.held_out, 12, config.max_length)
 
 
-def _bench(target: Target, heads: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _bench(target: Target, heads: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Bench both heads on the shipped HumanEval and GSM8K prompts; print the table, keep report and plot."""
     from headway.inference.bench import bench, print_report, save_plot, save_report
 
     prompts = _bench_prompts(target)
-    _say(f"6/6 bench: {len(prompts)} prompts of HumanEval and GSM8K, {BENCH_TOKENS} tokens each")
+    _say(f"6/6 bench: up to {len(prompts)} prompts of HumanEval and GSM8K, {BENCH_TOKENS} tokens each")
     policies = {name: (head, load_policy(folder / name / "head", target.dtype)) for name, head in heads.items()}
-    report = bench(target, policies, prompts, Settings(max_new_tokens=BENCH_TOKENS))
+    progress = Progress("bench: prompts", len(prompts), seconds=seconds)
+    report = bench(
+        target,
+        policies,
+        prompts,
+        Settings(max_new_tokens=BENCH_TOKENS),
+        seconds=seconds,
+        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+    )
+    progress.close(
+        f"bench: {progress.done} of {len(prompts)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s"
+    )
     save_report(report, folder / "report.json")
     print_report(report)
     save_plot(report, folder / "report.png")
@@ -145,13 +173,15 @@ def _bench_prompts(target: Target) -> list[tuple[str, str, list[int]]]:
     from headway.data.chat import prompt_ids
 
     assert target.tokenizer is not None
-    out = []
+    sets = []
     for name in ("humaneval", "gsm8k"):
         source = files("headway.data") / "prompts" / f"{name}.jsonl"
-        for line in source.read_text(encoding="utf-8").splitlines()[:BENCH_PROMPTS]:
-            row = json.loads(line)
-            ids = prompt_ids(target.tokenizer, [{"role": "user", "content": row["turns"][0]}])
-            out.append((str(row["question_id"]), name, ids))
+        lines = source.read_text(encoding="utf-8").splitlines()[:BENCH_PROMPTS]
+        sets.append([(name, json.loads(line)) for line in lines])
+    out = []
+    for name, row in (pair for pairs in zip(*sets, strict=True) for pair in pairs):
+        ids = prompt_ids(target.tokenizer, [{"role": "user", "content": row["turns"][0]}])
+        out.append((str(row["question_id"]), name, ids))
     return out
 
 

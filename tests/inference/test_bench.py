@@ -72,6 +72,14 @@ def test_counts(target: Target, head: Head, batch_size: int) -> None:
     assert sum(tokens for _, tokens in seen) == sum(row["tokens"] for row in rows.values())
 
 
+def test_time_ends_a_bench_after_whole_prompts(target: Target, head: Head) -> None:
+    report = bench(target, {"mine": (head, None)}, PROMPTS, Settings(max_new_tokens=4), seconds=0)
+    assert report["prompts"]["count"] == 1
+    assert report["prompts"]["left_out"] == len(PROMPTS) - 1
+    assert [entry["id"] for entry in report["answers"]] == [PROMPTS[0][0]] * 3
+    assert report["prompts"]["categories"] == [PROMPTS[0][1]]
+
+
 def test_the_parts_of_a_round_are_the_whole(target: Target, head: Head) -> None:
     report = bench(target, {"mine": (head, None)}, PROMPTS[:1], Settings(max_new_tokens=6))
     assert [row["name"] for row in report["rounds"]] == ["plain", "mine"]
