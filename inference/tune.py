@@ -80,8 +80,9 @@ def tune(
 ) -> dict[str, Any]:
     """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it.
 
-    Times are medians in milliseconds at batch 1 with `context` cached tokens. After `seconds` no
-    further prompt is answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Raises HeadwayError without prompts.
+    Times are medians in milliseconds at batch 1 with `context` cached tokens. After `seconds` no further prompt is
+    answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Raises HeadwayError
+    without prompts.
     """
     if not prompts:
         raise HeadwayError("tuning needs at least one calibration prompt")
