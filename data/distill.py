@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from headway.data.chat import prompt_ids, use_template
@@ -15,8 +16,10 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.manifest import digest, settings_json
 from headway.data.progress import Progress
 from headway.data.prompts import Message, Row
+from headway.data.recorded import FeatureWriter
 from headway.data.sources import RowError
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Tap
 from headway.inference.generate import Request, Result, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -32,6 +35,7 @@ def distill(
     source: str = "",
     max_tokens_total: int | None = None,
     seconds: float | None = None,
+    record: Sequence[Tap] = (),
     show: bool = True,
 ) -> Counter[str]:
     """Answer every user turn of `rows` into the dialogs folder `out`, and return the counts of the whole folder.
@@ -39,13 +43,17 @@ def distill(
     A folder begun with the same target and settings is continued: ids it holds are not done again, and `rows` may have
     grown. No new answer is begun once the folder holds `max_tokens_total` tokens or `seconds` have passed; those under
     way are finished, so that short answers are not preferred. An interrupted run loses only the answers under way.
+    The features of the taps in `record` are kept beside the dialogs (recorded.py), 2 bytes a number.
 
     Raises HeadwayError when the folder was made from another target, settings or prompts, naming the difference.
     """
     assert target.tokenizer is not None, "distilling needs the target's tokenizer"
     use_template(target.tokenizer)
     turns = [[m for m in row.messages if m["role"] == "user"] for row in rows]
-    with DialogWriter(out, _identity(target, settings), _facts(target, rows, source, batch_size)) as writer:
+    with (
+        DialogWriter(out, _identity(target, settings), _facts(target, rows, source, batch_size)) as writer,
+        FeatureWriter(out, target, record) if record else nullcontext() as features,
+    ):
         _check_known(writer, rows, turns)
         left = sum(map(len, turns)) - len(writer.done)
         progress = Progress("distil: answers", left, seconds=seconds, show=show)
@@ -55,8 +63,10 @@ def distill(
                 prompts: dict[str, list[int]] = {}
                 requests = _until_spent(queue.requests(turn, prompts), writer, progress, max_tokens_total)
                 emitted = lambda request, tokens: progress.add(tokens=len(tokens))  # noqa: E731
-                for result in generate(target, requests, batch_size=batch_size, on_tokens=emitted):
-                    _keep(target, writer, result, prompts.pop(result.id))
+                for result in generate(target, requests, batch_size=batch_size, on_tokens=emitted, record=record):
+                    kept = _keep(target, writer, result, prompts.pop(result.id))
+                    if kept and features is not None and result.feature_TF is not None:
+                        features.add(result.id, result.feature_TF)
                     progress.add(items=1)
         except KeyboardInterrupt:
             writer.close()
@@ -131,15 +141,16 @@ def _until_spent(
         yield request
 
 
-def _keep(target: Target, writer: DialogWriter, result: Result, prompt: list[int]) -> None:
-    """Write one answer as a dialog, or drop it as empty."""
+def _keep(target: Target, writer: DialogWriter, result: Result, prompt: list[int]) -> bool:
+    """Write one answer as a dialog, or drop it as empty; return whether it was written."""
     assert target.tokenizer is not None
     whole = result.finish_reason in ("stop", "stop_string")
     if not str(target.tokenizer.decode(result.token_ids, skip_special_tokens=True)).strip():
         writer.drop(result.id, f"empty answer, {'stop' if whole else 'length'}")
-        return
+        return False
     ids = [*prompt, *result.token_ids]
     writer.add(Dialog(result.id, ids, [(len(prompt), len(ids))], "stop" if whole else "length"))
+    return True
 
 
 def _check_known(writer: DialogWriter, rows: Sequence[Row], turns: list[list[Message]]) -> None:

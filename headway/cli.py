@@ -424,6 +424,9 @@ def distill_command(
     batch_size: Annotated[int, typer.Option(min=1, help="Answers under way at once.")] = 8,
     max_tokens_total: Annotated[int | None, typer.Option(min=1, help="Begin no answer beyond so many tokens.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Begin no answer after so long.")] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the features too, so that training need not compute them.")
+    ] = False,
     chat_template: TemplateOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
@@ -434,6 +437,7 @@ def distill_command(
     from headway.data.chat import use_template
     from headway.data.distill import distill
     from headway.data.prompts import read_rows
+    from headway.data.recorded import usual_taps
     from headway.inference.sampling import Settings
     from headway.inference.target import load_tokenizer
 
@@ -447,7 +451,7 @@ def distill_command(
     print(report, file=sys.stderr)
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
     seconds = None if minutes is None else 60 * minutes
     distill(
         loaded,
@@ -458,6 +462,7 @@ def distill_command(
         source=prompts,
         max_tokens_total=max_tokens_total,
         seconds=seconds,
+        record=usual_taps(loaded.info) if record else (),
     )
 
 
@@ -502,7 +507,7 @@ def prompts_command(
     inputs.check_file(out)
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
     seconds = None if minutes is None else 60 * minutes
     openers = tuple(opener or ("",))
     write_prompts(loaded, out, count, settings=settings, openers=openers, batch_size=batch_size, seconds=seconds)

@@ -257,11 +257,16 @@ def saved_tree(source: str, target: Target) -> Policy | None:
     return load_policy(Path(source).expanduser(), target.dtype, str(target.device))
 
 
-def load_target(name: str, dtype: str, device: str, revision: str | None, tokenizer: Any = None) -> Target:
-    """Return the target; `tokenizer` replaces its own (one that was given a chat template)."""
-    from headway.inference.target import Target
+def load_target(
+    name: str, dtype: str, device: str, revision: str | None, tokenizer: Any = None, rows: int = 1
+) -> Target:
+    """Return the target; `tokenizer` replaces its own (one that was given a chat template).
 
-    target = Target.load(name, dtype=dtype, device=device, revision=revision)
+    `rows` are the answers that run together: with the dtype `auto`, what it is chosen for.
+    """
+    from headway.inference.target import FEW_TOKENS, Target
+
+    target = Target.load(name, dtype=dtype, device=device, revision=revision, tokens=max(FEW_TOKENS, rows))
     if tokenizer is not None:
         target.tokenizer = tokenizer
     return target

@@ -12,7 +12,7 @@ A round, for every row at once:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Context, Head, State
+from headway.heads.common.protocol import Context, Head, State, Tap
 from headway.inference.cache import SlotCache
 from headway.inference.draft import absorb, grow
 from headway.inference.sampling import Settings, choose, process
@@ -55,6 +55,8 @@ class Result:
     """Target passes after the prefill."""
     accepted_per_round: list[int]
     """Tokens emitted in each round, bonus included."""
+    feature_TF: Tensor | None = None
+    """What `record` asked for: bfloat16, at every position but the last token's, which the target never read."""
 
     @property
     def new_tokens(self) -> int:
@@ -109,15 +111,18 @@ def generate(
     on_tokens: Callable[[Request, list[int]], None] | None = None,
     times: Times | None = None,
     observe: Callable[[Tree, list[list[int]]], None] | None = None,
+    record: Sequence[Tap] = (),
 ) -> Iterator[Result]:
     """Yield one Result per request, in the order they finish.
 
     Up to `batch_size` rows run together; a row that ends makes room for the next request. Rows do not influence one
     another. Without a head each round commits one token. `on_tokens` is called with each row's new tokens as they are
-    committed. `times`, if given, is filled; `observe` is called with each round's tree and accepted paths.
+    committed. `times`, if given, is filled; `observe` is called with each round's tree and accepted paths. `record` names
+    taps whose features come with each result; not together with a head, and a target in plain mode gives none.
 
     Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
     """
+    assert head is None or not record, "features are recorded without a head"
     policy = OFF if head is None else (policy if policy is not None else default_policy(head))
     if head is not None:
         check_policy(policy, head.max_depth)
@@ -126,7 +131,7 @@ def generate(
         return
     if target.mode == "chain" and not policy.is_chain:
         policy = chain(policy.depth)
-    batch = _Batch(target, head, policy, on_tokens, times, observe)
+    batch = _Batch(target, head, policy, on_tokens, times, observe, record)
     waiting = iter(requests)
     while True:
         free = batch_size - len(batch.rows)
@@ -182,6 +187,7 @@ class _Row:
         self.settings = request.settings
         self.emitted: list[int] = []
         self.accepted: list[int] = []
+        self.features: list[Tensor] = []
         self.finish_reason = ""
         self.eos = frozenset(target.eos_ids if self.settings.eos_ids is None else self.settings.eos_ids)
         self.tokenizer = target.tokenizer
@@ -229,7 +235,8 @@ class _Row:
         return any(s in text and s not in before for s in self.settings.stop)
 
     def result(self) -> Result:
-        return Result(self.request.id, self.emitted, self.finish_reason, len(self.accepted), self.accepted)
+        feature_TF = torch.cat(self.features)[: len(self.history) - 1] if self.features else None
+        return Result(self.request.id, self.emitted, self.finish_reason, len(self.accepted), self.accepted, feature_TF)
 
 
 class _Batch:
@@ -243,12 +250,14 @@ class _Batch:
         on_tokens: Callable[[Request, list[int]], None] | None,
         times: Times | None,
         observe: Callable[[Tree, list[list[int]]], None] | None,
+        record: Sequence[Tap],
     ) -> None:
         self.target, self.head, self.policy = target, head, policy
+        self.record = bool(record)
         self.observe = observe or (lambda tree, paths: None)
         self.on_tokens = on_tokens or (lambda request, tokens: None)
         self.times = times or Times(on=False)
-        self.taps = head.config.taps if head is not None else ()
+        self.taps = head.config.taps if head is not None else tuple(record)
         self.rows: list[_Row] = []
         self.cache: SlotCache | None = None
         self.state: State = None
@@ -281,10 +290,12 @@ class _Batch:
             token_BT[:, known:], position_BT[:, known:], causal, cache, taps=self.taps, logits_to_keep=keep
         )
         cache.slots.commit([list(range(size - known)) for size in size_B])
-        if self.head is None and known < size_B[0] - 1:
+        if self.head is None and not self.record and known < size_B[0] - 1:
             kept = target.new_cache(1, capacity=size_B[0])
             kept.slots.append_rows(cache.slots, [0])
             self.prefilled = (requests[0].prompt_ids, kept)
+        if self.record:
+            self._record(rows, [list(range(size)) for size in size_B], out.tap_BNF)
         first = []
         for b, row in enumerate(rows):
             score = process(out.logits_BNV[b, ends.index(size_B[b] - known - 1)], row.settings, row.history)
@@ -308,7 +319,7 @@ class _Batch:
     def _shared_prefix(self, requests: list[Request]) -> int:
         """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often.
 
-        With a head nothing is reused, since the head needs the features of the whole prompt.
+        With a head, or when features are recorded, nothing is reused: the features of the whole prompt are needed.
         """
         if self.prefilled is None:
             return 0
@@ -351,6 +362,8 @@ class _Batch:
         paths, emitted = self._accept(tree, out.logits_BNV)
         self.observe(tree, paths)
         cache.slots.commit(paths)
+        if self.record:
+            self._record(self.rows, paths, out.tap_BNF)
         for row, tokens in zip(self.rows, emitted, strict=True):
             tokens[:] = row.emit(tokens)
             row.accepted.append(len(tokens))
@@ -370,6 +383,13 @@ class _Batch:
         times.other += perf_counter() - verified - absorb
         times.rounds += 1
         yield from yield_rows
+
+    def _record(self, rows: list[_Row], paths: list[list[int]], tap_BNF: Tensor | None) -> None:
+        """Keep the features of what was committed."""
+        assert tap_BNF is not None
+        feature_BNF = tap_BNF.to("cpu", torch.bfloat16)
+        for b, (row, path) in enumerate(zip(rows, paths, strict=True)):
+            row.features.append(feature_BNF[b, path])
 
     def _accept(self, tree: Tree, logits_BNV: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         token_BN = tree.token_BN.tolist()

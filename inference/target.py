@@ -7,13 +7,15 @@ With cache.py, attention.py and probe.py this is all that touches transformers' 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from headway.inference.packed import Packed
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
+FEW_TOKENS = 8
+"""Tokens in a pass of speculative decoding, about: what the dtype `auto` is chosen for unless told otherwise."""
 
 
 @dataclass
@@ -87,14 +91,17 @@ class Target:
         device: str = "cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        tokens: int = FEW_TOKENS,
     ) -> Target:
-        """Return the target named by a hub id, a folder or a .gguf file. `dtype` "auto" is `fast_dtype` of the device.
+        """Return the target named by a hub id, a folder or a .gguf file.
+
+        `dtype` "auto" is the `fast_dtype` of the device for passes of that many tokens.
 
         Raises HeadwayError when it cannot be found or the dtype is unknown.
         """
         name = str(name)
         if dtype == "auto":
-            dtype = fast_dtype(device)
+            dtype = fast_dtype(device, tokens)
         torch_dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if torch_dtype is None:
             raise HeadwayError(f"unknown dtype {dtype!r}; allowed: auto, {', '.join(DTYPES)}")
@@ -124,6 +131,15 @@ class Target:
     def device(self) -> torch.device:
         """Where the model's first parameter lives."""
         return self.model.device
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of a few numbers of every weight, the same in whatever dtype the model was loaded."""
+        digest = hashlib.sha256()
+        for name, weight in self.model.named_parameters():
+            few = weight.detach().flatten()[:8].to("cpu", torch.bfloat16)
+            digest.update(f"{name} {tuple(weight.shape)} {few.tolist()}".encode())
+        return digest.hexdigest()[:16]
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -266,18 +282,35 @@ class Target:
                 handle.remove()
 
 
-def fast_dtype(device: str) -> str:
-    """Return bfloat16 where the device multiplies in it, otherwise float32.
+@functools.cache
+def fast_dtype(device: str, tokens: int = FEW_TOKENS) -> str:
+    """Return the dtype in which passes of that many tokens are fast on the device.
 
-    A CPU without such instructions emulates them: one token still costs less than in float32, as fewer bytes are read,
-    but two cost twice that, so that verifying a draft or answering a batch gains nothing.
+    On a CPU both are timed on one large layer, in well under a second, because no list of instructions tells: without
+    bfloat16 instructions one token is cheaper in bfloat16, as fewer bytes are read, but eight cost twice as much as in
+    float32; and some processors that have them do a few tokens faster in bfloat16 and a few hundred faster in float32.
     """
     if device.startswith("cuda"):
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device.startswith("cpu") and platform.machine().lower() in ("x86_64", "amd64"):
-        native = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return "bfloat16" if any(getattr(torch.cpu, name, bool)() for name in native) else "float32"
-    return "bfloat16" if device.startswith("cpu") and torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    if not device.startswith("cpu"):
+        return "float32"
+    seconds = {dtype: _layer_seconds(dtype, tokens) for dtype in (torch.float32, torch.bfloat16)}
+    # A tie goes to bfloat16, which takes half the memory.
+    return "bfloat16" if seconds[torch.bfloat16] < 1.1 * seconds[torch.float32] else "float32"
+
+
+@torch.inference_mode()
+def _layer_seconds(dtype: torch.dtype, tokens: int) -> float:
+    """Return the least seconds of a few products of `tokens` rows with a layer larger than most caches."""
+    layer = nn.Sequential(nn.Linear(1024, 16384, bias=False, dtype=dtype))
+    x_MD = torch.randn(tokens, 1024).to(dtype)
+    seconds = []
+    with Packed(layer):
+        for _ in range(5):
+            begin = perf_counter()
+            layer(x_MD)
+            seconds.append(perf_counter() - begin)
+    return min(seconds)
 
 
 def load_tokenizer(

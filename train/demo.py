@@ -21,12 +21,13 @@ from headway.data.distill import distill
 from headway.data.magpie import write_prompts
 from headway.data.progress import Progress
 from headway.data.prompts import read_rows
+from headway.data.recorded import usual_taps
 from headway.heads.common.checkpoint import load_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.embedded import smollm2
 from headway.inference.sampling import Settings
-from headway.inference.target import Target
+from headway.inference.target import Target, fast_dtype
 from headway.inference.tune import load_policy, save_policy, tune
 from headway.train.batches import make_rows
 from headway.train.config import TrainConfig, make_config
@@ -63,9 +64,13 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     seconds = {name: share * 60 * minutes for name, share in SHARES.items()}
     stages = _Stages(folder / "stages.json")
 
-    target = Target.load(smollm2() if model is None else model, dtype="auto")
-    dtype = str(target.dtype).removeprefix("torch.")
-    _say(f"target {target.info.name}: {target.mode} mode, {dtype}, {torch.get_num_threads()} threads")
+    source = smollm2() if model is None else model
+    target = Target.load(source, dtype="auto", tokens=BATCH_ROWS)
+    dtype, decode_dtype = str(target.dtype).removeprefix("torch."), fast_dtype("cpu")
+    _say(
+        f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads; {dtype} to write and train, "
+        f"{decode_dtype} to decode, as timed here"
+    )
 
     prompts = folder / "prompts.jsonl"
     stages.run(
@@ -86,6 +91,7 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
             batch_size=BATCH_ROWS,
             source=str(prompts),
             seconds=seconds["distil"],
+            record=usual_taps(target.info),
         ),
     )
     shared: Memory = {}  # the second head reads the features that the first one's run computed
@@ -109,6 +115,8 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
         )
         stages.run(f"{number}/6 train {name}", lambda config=config: train(config, target=target, shared=shared))  # type: ignore[misc]
 
+    if dtype != decode_dtype:
+        target = Target.load(source, dtype=decode_dtype)
     heads = {name: load_head(folder / name / "head", target, dtype=target.dtype) for name in HEADS}
     calibration = _held_out_prompts(folder / "dialogs")
     for name, head in heads.items():

@@ -4,6 +4,8 @@ Letters: B rows, T positions, F tap width, D hidden, M label positions.
 
 Features are rounded to bfloat16 whether they are kept or not, and batches have a fixed composition, so keeping them
 changes no bit of the result.
+
+What was recorded while distilling is read, not computed; a batch is read only when all its rows were recorded.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headway.data.recorded import Recorded
 from headway.heads.common.losses import label_positions, summarise
 from headway.heads.common.protocol import Batch, Tap
 from headway.train.batches import Row, pad
@@ -43,9 +46,11 @@ class Features:
         kept: Kept = "off",
         folder: Path | None = None,
         shared: Memory | None = None,
+        recorded: Recorded | None = None,
     ) -> None:
         self.target, self.taps, self.batches, self.kept = target, tuple(taps), batches, kept
         self.folder = folder
+        self._recorded = recorded if recorded is not None and recorded.covers(self.taps) else None
         # The most common tap is the very feature the teacher reads: it is kept once.
         self._only_last = self.taps == ("last",)
         self._tap = f"tap {list(self.taps)}"
@@ -69,7 +74,7 @@ class Features:
     def compute(self, n: int) -> Batch:
         """Return batch n with its features computed anew, and keep them if asked to."""
         batch = self._tokens(n)
-        features = self._compute(batch)
+        features = self._compute(batch, self.batches[n])
         self._keep(n, features)
         return self._fill(batch, features)
 
@@ -85,8 +90,11 @@ class Features:
         return batch
 
     @torch.no_grad()
-    def _compute(self, batch: Batch) -> dict[str, Tensor]:
-        tap_BTF, last_BTD = self.target.features(batch.token_BT, batch.length_B, self.taps)
+    def _compute(self, batch: Batch, rows: Sequence[Row]) -> dict[str, Tensor]:
+        found = self._read(batch, rows)
+        if found is None:
+            found = self.target.features(batch.token_BT, batch.length_B, self.taps)
+        tap_BTF, last_BTD = found
         features = {"last": last_BTD.to(torch.bfloat16)}
         if not self._only_last:
             features[self._tap] = tap_BTF.to(torch.bfloat16)
@@ -98,6 +106,23 @@ class Features:
         normaliser_BT[row_M, position_M] = normaliser_M
         argmax_BT[row_M, position_M] = argmax_M
         return {**features, "normaliser": normaliser_BT, "argmax": argmax_BT}
+
+    def _read(self, batch: Batch, rows: Sequence[Row]) -> tuple[Tensor, Tensor] | None:
+        """Return the recorded features of a batch, zero where a row has none, or None unless all rows were recorded."""
+        if self._recorded is None:
+            return None
+        taps = ("last",) if self._only_last else (*self.taps, "last")
+        rows_TF = [self._recorded.find(row.id, taps) for row in rows]
+        width = self.target.info.hidden_size
+        feature_BTF = torch.zeros(*batch.token_BT.shape, len(taps) * width, dtype=torch.bfloat16)
+        for b, (row, row_TF) in enumerate(zip(rows, rows_TF, strict=True)):
+            if row_TF is None or len(row_TF) < len(row.token_ids) - 1:
+                return None
+            size = min(len(row_TF), len(row.token_ids))
+            feature_BTF[b, :size] = row_TF[:size]
+        feature_BTF = feature_BTF.to(batch.token_BT.device)
+        last_BTD = feature_BTF[..., -width:]
+        return (last_BTD if self._only_last else feature_BTF[..., :-width]), last_BTD
 
     def _find(self, n: int) -> dict[str, Tensor] | None:
         if self.kept == "disk" and self._path(n).is_file():

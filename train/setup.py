@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 
 from headway.data.dialogs import read_dialogs, read_manifest
+from headway.data.recorded import Recorded
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch, Head, LossReport, find_family
@@ -88,7 +89,11 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
         from headway.inference.target import Target
 
         target = Target.load(
-            config.target, dtype=config.dtype, device=str(accelerator.device), revision=config.revision
+            config.target,
+            dtype=config.dtype,
+            device=str(accelerator.device),
+            revision=config.revision,
+            tokens=config.tokens_per_batch,
         )
     check_manifest(manifest, target, config)
     torch.manual_seed(config.seed)
@@ -106,9 +111,16 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
     train = Features(target, head.config.taps, batches)
     repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
     kept, why = choose_cache(config.cache, train.num_bytes, repeats)
-    train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared)
+    recorded = Recorded(config.dialogs, target)
+    train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared, recorded)
     held_out_kept: Kept = "off" if kept == "off" else "memory"
-    held_out = Features(target, head.config.taps, make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
+    held_out = Features(
+        target,
+        head.config.taps,
+        make_batches(rows.held_out, config.tokens_per_batch),
+        held_out_kept,
+        recorded=recorded,
+    )
 
     optimizer = make_optimizer(config, head)
     model, optimizer = accelerator.prepare(Step(head, config.autocast), optimizer)
@@ -124,6 +136,7 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
     if accelerator.is_main_process:
         folder.rewind_log(progress.step)
         say_plan(head, rows, train, why, total_steps, progress)
+        say(recorded.spell(head.config.taps))
     if config.tracker != "none":
         accelerator.init_trackers("headway", config=flat(config))
     return Run(

@@ -44,6 +44,18 @@ def test_packed_copies_are_the_weights_of_their_own_layer(model: torch.nn.Module
             assert not torch.allclose(module(x), torch.nn.functional.linear(x, module.weight.roll(1, 0)), atol=1e-3)
 
 
+def test_bfloat16_is_packed_where_the_processor_has_it() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16().requires_grad_(False)
+    if pack(layer).reason:
+        pytest.skip(pack(layer).reason)
+    for rows in (1, 3, 70):
+        x = torch.randn(rows, 64).bfloat16()
+        with pack(layer):
+            got = layer(x)
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got, layer(x), atol=2e-2, rtol=2e-2)
+
+
 def test_low_precision_inputs_go_the_stock_way() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(16, 8)).requires_grad_(False)
     x = torch.randn(3, 16).bfloat16()
@@ -52,7 +64,8 @@ def test_low_precision_inputs_go_the_stock_way() -> None:
 
 
 def test_packing_is_refused(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "float32" in Packed(llama4().bfloat16()).reason
+    assert "one dtype" in Packed(llama4().half()).reason
+    assert "one dtype" in Packed(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16())).reason
     with monkeypatch.context() as patch:
         patch.setattr(packed, "SHARE", 0.0)
         assert "memory" in Packed(model).reason
@@ -63,8 +76,7 @@ def test_packing_is_refused(model: torch.nn.Module, monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(packed, "_packed_forward", lambda module: lambda x: module(x) * 1.01)
         assert "differs" in Packed(model).reason
-    refused = Packed(llama4().bfloat16())
-    with refused:
+    with Packed(llama4().half()):
         assert not any("forward" in m.__dict__ for m in model.modules())
 
 
@@ -77,12 +89,18 @@ def test_logits_of_a_target_keep_their_gradient(model: torch.nn.Module) -> None:
     torch.testing.assert_close(frozen.logits(last.detach()), frozen.logits(last).detach(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_the_fast_dtype_is_what_the_processor_multiplies_in(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    assert target.fast_dtype("cpu") == ("bfloat16" if native else "float32")
+def test_the_fast_dtype_is_the_one_that_was_timed_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A processor that does a few tokens faster in bfloat16 and many faster in float32.
+    seconds = {(torch.float32, 8): 2.0, (torch.bfloat16, 8): 1.0, (torch.float32, 128): 2.0, (torch.bfloat16, 128): 3.0}
+    monkeypatch.setattr(target, "_layer_seconds", lambda dtype, tokens: seconds[dtype, tokens])
+    target.fast_dtype.cache_clear()
+    assert target.fast_dtype("cpu") == "bfloat16"
+    assert target.fast_dtype("cpu", 128) == "float32"
+    target.fast_dtype.cache_clear()
+
+
+def test_the_dtypes_are_timed_for_real() -> None:
+    assert all(target._layer_seconds(dtype, 2) > 0 for dtype in (torch.float32, torch.bfloat16))
 
 
 def test_changed_weights_are_packed_again() -> None:
