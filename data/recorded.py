@@ -103,7 +103,7 @@ class Recorded:
         for path in _shards(folder):
             try:
                 shard = safe_open(path, framework="pt")
-                self._shards |= {key: shard for key in shard.keys()}  # noqa: SIM118 (it is no dict)
+                self._shards |= dict.fromkeys(shard.keys(), shard)
             except (SafetensorError, OSError) as error:
                 raise HeadwayError(
                     f"{path} cannot be read ({error}); delete it, its features are then computed"
