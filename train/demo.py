@@ -35,7 +35,7 @@ from headway.train.evaluate import choose_prompts
 from headway.train.features import Memory
 from headway.train.loop import train
 
-SHARES = {"prompts": 0.10, "distil": 0.24, "eagle3": 0.30, "medusa": 0.06, "tune": 0.04, "bench": 0.12}
+SHARES = {"prompts": 0.12, "distil": 0.30, "eagle3": 0.26, "medusa": 0.06, "tune": 0.04, "bench": 0.12}
 """Parts of the time, `tune` for each head; the rest is start-up, evaluations, and the ends of what had begun."""
 ANSWERS = Settings(max_new_tokens=192)
 HEADS: dict[str, dict[str, Any]] = {
