@@ -319,7 +319,7 @@ class Head(BaseHead):
 
     def select_rows(self, state: State, kept: list[int]) -> State:
         """Drop the rows that are not kept."""
-        state.slots.remove_rows([b for b in range(state.slots.rows) if b not in kept])
+        state.slots.keep_rows(kept)
         return State(state.slots, state.newest_BD[kept])
 
     def join_rows(self, state: State, other: State) -> State:

@@ -261,9 +261,8 @@ class _Batch:
         self.rows: list[_Row] = []
         self.cache: SlotCache | None = None
         self.state: State = None
-        self.prefilled: tuple[list[int], SlotCache] | None = (
-            None  # a prompt and its cache, for what the next ones share
-        )
+        # A prompt, its cache and what was recorded of it, for what the next ones share.
+        self.prefilled: tuple[list[int], SlotCache, Tensor | None] | None = None
 
     @torch.inference_mode()
     def admit(self, requests: list[Request]) -> Iterator[Result]:
@@ -290,12 +289,15 @@ class _Batch:
             token_BT[:, known:], position_BT[:, known:], causal, cache, taps=self.taps, logits_to_keep=keep
         )
         cache.slots.commit([list(range(size - known)) for size in size_B])
-        if self.head is None and not self.record and known < size_B[0] - 1:
+        if self.record:
+            if known and self.prefilled is not None and self.prefilled[2] is not None:
+                for row in rows:
+                    row.features.append(self.prefilled[2][:known])
+            self._record(rows, [list(range(size - known)) for size in size_B], out.tap_BNF)
+        if self.head is None and known < size_B[0] - 1:
             kept = target.new_cache(1, capacity=size_B[0])
             kept.slots.append_rows(cache.slots, [0])
-            self.prefilled = (requests[0].prompt_ids, kept)
-        if self.record:
-            self._record(rows, [list(range(size)) for size in size_B], out.tap_BNF)
+            self.prefilled = (requests[0].prompt_ids, kept, torch.cat(rows[0].features) if self.record else None)
         first = []
         for b, row in enumerate(rows):
             score = process(out.logits_BNV[b, ends.index(size_B[b] - known - 1)], row.settings, row.history)
@@ -319,7 +321,7 @@ class _Batch:
     def _shared_prefix(self, requests: list[Request]) -> int:
         """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often.
 
-        With a head, or when features are recorded, nothing is reused: the features of the whole prompt are needed.
+        With a head nothing is reused, since the head needs the features of the whole prompt.
         """
         if self.prefilled is None:
             return 0
@@ -336,7 +338,7 @@ class _Batch:
 
     def _join(self, rows: list[_Row], cache: SlotCache, kept: list[int], state: State) -> None:
         if self.cache is None:
-            cache.slots.remove_rows([b for b in range(cache.slots.rows) if b not in kept])
+            cache.slots.keep_rows(kept)
             self.cache, self.state = cache, state
         else:
             self.cache.slots.append_rows(cache.slots, kept)
@@ -436,11 +438,14 @@ class _Batch:
         self.state = absorb(self.head, context, self.state, len(paths))  # type: ignore[arg-type]
 
     def _drop(self, done: list[int]) -> None:
-        kept = [b for b in range(len(self.rows)) if b not in done]
+        count = len(self.rows) - len(done)
+        # The last rows fill the holes: far fewer keys and values are moved than when all rows close up.
+        last = iter([b for b in range(count, len(self.rows)) if b not in done])
+        kept = [next(last) if b in done else b for b in range(count)]
         self.rows = [self.rows[b] for b in kept]
         if not kept:
             self.cache, self.state = None, None
             return
-        self.cache.slots.remove_rows(done)  # type: ignore[union-attr]
+        self.cache.slots.keep_rows(kept)  # type: ignore[union-attr]
         if self.head is not None:
             self.state = self.head.select_rows(self.state, kept)

@@ -246,7 +246,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def select_rows(self, state: State, kept: list[int]) -> State:
-        """Return the state of the given rows only (ascending); the others are gone."""
+        """Return the state of the given rows, in that order (kept[b] >= b); the others are gone."""
         raise NotImplementedError
 
     def join_rows(self, state: State, other: State) -> State:

@@ -108,17 +108,20 @@ class Slots:
             self.length.append(size)
             self.rows += 1
 
-    def remove_rows(self, rows: list[int]) -> None:
-        """Drop rows; those after them move up, in order."""
-        kept = [b for b in range(self.rows) if b not in rows]
-        longest = max((self.length[b] for b in kept), default=0)
-        for goal, source in enumerate(kept):
+    def keep_rows(self, order: list[int]) -> None:
+        """Keep the rows of `order`, which become rows 0, 1, ...; the others are gone.
+
+        A row may only move up, so that none is written over before it has moved: order[b] >= b.
+        """
+        assert all(source >= goal for goal, source in enumerate(order)), order
+        longest = max((self.length[b] for b in order), default=0)
+        for goal, source in enumerate(order):
             if goal != source:
                 for k, v in self.stacks:
                     k[:, goal, :, :longest] = k[:, source, :, :longest]
                     v[:, goal, :, :longest] = v[:, source, :, :longest]
-        self.length = [self.length[b] for b in kept]
-        self.rows = len(kept)
+        self.length = [self.length[b] for b in order]
+        self.rows = len(order)
 
     def _reserve(self, rows: int) -> None:
         """Make room for `rows` rows."""

@@ -211,6 +211,30 @@ def test_sampled_tokens_do_not_depend_on_the_head(head, target):
     assert result.token_ids == want
 
 
+@pytest.mark.parametrize("kept", [[0, 3, 2], [1, 3], [4, 1]])
+def test_rows_keep_their_own_state(head, target, kept):
+    """Rows leave in the middle and the last ones fill the holes; each goes on drafting as if it were alone."""
+    batch = make_batch(target, head.config.taps, lengths=(12, 9, 11, 7, 10))
+    count = [n - 1 for n in batch.length_B.tolist()]
+
+    def start(rows):
+        width = max(count[b] for b in rows)
+        position = torch.arange(width).expand(len(rows), -1)
+        context = Context(
+            batch.tap_BTF[rows, :width], batch.token_BT[rows, 1 : width + 1], position, [count[b] for b in rows]
+        )
+        return head.start(context, None, len(rows))
+
+    def draft(state, rows):
+        root = torch.tensor([[int(batch.token_BT[b, count[b]])] for b in rows])
+        return head.step(state, Frontier(root, torch.full((len(rows), 1), -1), 0))[0][:, 0]
+
+    together = draft(head.select_rows(start(range(5)), kept), kept)
+    for i, b in enumerate(kept):
+        torch.testing.assert_close(together[i], draft(start([b]), [b])[0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(together[0], together[1], atol=1e-2)
+
+
 def test_two_generations_share_no_state(head, target):
     settings = Settings(max_new_tokens=24, eos_ids=())
     prompts = [[72, 101], [97, 98, 99], [50]]

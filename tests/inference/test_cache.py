@@ -88,8 +88,13 @@ def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
             pair = fork
         elif action == "remove" and len(pair.lists.rows) > 1:
             gone = rng.sample(range(len(pair.lists.rows)), rng.randint(1, len(pair.lists.rows) - 1))
-            pair.slots.remove_rows(gone)
-            pair.lists.rows = [row for b, row in enumerate(pair.lists.rows) if b not in gone]
+            order = [b for b in range(len(pair.lists.rows)) if b not in gone]
+            if rng.random() < 0.5:  # the last rows fill the holes
+                count = len(order)
+                last = iter([b for b in order if b >= count])
+                order = [b if b in order else next(last) for b in range(count)]
+            pair.slots.keep_rows(order)
+            pair.lists.rows = [pair.lists.rows[b] for b in order]
         else:
             numbers = pair.write(count)
             pair.commit(numbers, [some(rng, count) for _ in numbers])
