@@ -351,16 +351,16 @@ class _Batch:
         """Draft, verify, accept, commit; yield the rows that ended."""
         target, head, cache = self.target, self.head, self.cache
         assert cache is not None
-        begin = perf_counter()
+        begin = self._now()
         root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
         if head is not None:
             tree, self.state = grow(head, self.state, self.policy, root_B)
         else:
             tree = Tree.from_parents(root_B[:, None], [[-1]] * len(self.rows))
-        drafted = perf_counter()
+        drafted = self._now()
         start_B1 = torch.tensor(cache.slots.length, device=target.device)[:, None]
         out = target.forward(tree.token_BN, start_B1 + tree.depth_BN, tree.ancestor_BNN, cache, taps=self.taps)
-        verified = perf_counter()
+        verified = self._now()
         paths, emitted = self._accept(tree, out.logits_BNV)
         self.observe(tree, paths)
         cache.slots.commit(paths)
@@ -374,17 +374,23 @@ class _Batch:
         yield_rows = [self.rows[b].result() for b in done]
         absorb = 0.0
         if head is not None and len(done) < len(self.rows):
-            before = perf_counter()
+            before = self._now()
             self._absorb(paths, emitted, out.tap_BNF, start_B1)  # type: ignore[arg-type]
-            absorb = perf_counter() - before
+            absorb = self._now() - before
         if done:
             self._drop(done)
         times = self.times
         times.draft += drafted - begin + absorb
         times.verify += verified - drafted
-        times.other += perf_counter() - verified - absorb
+        times.other += self._now() - verified - absorb
         times.rounds += 1
         yield from yield_rows
+
+    def _now(self) -> float:
+        """Return the time, after what a GPU was asked for is done when the times are wanted."""
+        if self.times.on and self.target.device.type == "cuda":
+            torch.cuda.synchronize(self.target.device)
+        return perf_counter()
 
     def _record(self, rows: list[_Row], paths: list[list[int]], tap_BNF: Tensor | None) -> None:
         """Keep the features of what was committed."""

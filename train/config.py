@@ -36,10 +36,9 @@ class TrainConfig:
     head: dict[str, Any] = field(default_factory=dict)
     """Fields of the family's Config; what is left open comes from the family or the target."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Of the target; `auto` is bfloat16 where the device multiplies in it, else float32. The head's own weights are trained
-    in float32."""
-    autocast: bool = False
-    """Run the head's matrix products in bfloat16."""
+    """Of the target; `auto` is the one that the device is faster in. The head's own weights are trained in float32."""
+    autocast: bool | None = None
+    """Run the head's matrix products in bfloat16; not given, where the target is in bfloat16."""
     seed: int = 0
     """Order of the batches and the head's initial weights."""
 

@@ -103,7 +103,6 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
                 "dialogs": str(folder / "dialogs"),
                 "out": str(folder / name),
                 "dtype": dtype,
-                "autocast": target.dtype == torch.bfloat16,
                 "supervise": "all",
                 "max_seconds": seconds[name],
                 "lr": 1e-3,

@@ -122,8 +122,9 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
         recorded=recorded,
     )
 
+    autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
     optimizer = make_optimizer(config, head)
-    model, optimizer = accelerator.prepare(Step(head, config.autocast), optimizer)
+    model, optimizer = accelerator.prepare(Step(head, autocast), optimizer)
     progress = folder.load(head, optimizer) or Progress()
     if total_steps is None and accelerator.is_main_process:
         total_steps = by_count
