@@ -304,7 +304,8 @@ def bench_command(
         command=said,
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
     )
-    progress.close(f"bench: {len(chosen)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
+    count, ended = report["prompts"]["count"], "interrupted after " if report["prompts"]["interrupted"] else ""
+    progress.close(f"bench: {ended}{count} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
     report["prompts"]["files"] = prompts
     measure.print_report(report)
     if out is not None:

@@ -16,6 +16,7 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,7 +72,8 @@ def bench(
 ) -> dict[str, Any]:
     """Return the report of all methods on `prompts`; `heads` maps a name to a head and its tree (None: the default).
 
-    After `seconds` no further prompts are begun (the first are); the report counts those that were measured.
+    After `seconds` no further prompts are begun (the first are); the report counts those that were measured. Ctrl-C
+    ends it as if time were up, without the prompts that were under way, once any are measured; `interrupted` says so.
     `on_progress(prompts done, tokens made)` is called as it goes. Raises HeadwayError for no prompts, a tree deeper
     than its head, or a head named as one of the methods is.
     """
@@ -96,17 +98,29 @@ def bench(
     for tally in tallies.values():
         tally.forget_warm_up()
     names = list(runs)
-    start, measured = perf_counter(), 0
+    start, measured, interrupted = perf_counter(), 0, False
     for i, group in enumerate(groups):
         if measured and seconds is not None and perf_counter() - start > seconds:
             break
+        before = {name: copy(tally.times) for name, tally in tallies.items()}
+        done = {}
+        try:
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                begin = perf_counter()
+                answers = runs[name](group, settings)
+                done[name] = answers, perf_counter() - begin
+                if on_progress:
+                    on_progress(0, sum(len(answer.token_ids) for answer in answers))
+        except KeyboardInterrupt:
+            if not measured:
+                raise
+            for name, tally in tallies.items():
+                tally.times = before[name]
+            interrupted = True
+            break
+        for name, tally in tallies.items():
+            tally.add(group, *done[name])
         measured += len(group)
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            begin = perf_counter()
-            answers = runs[name](group, settings)
-            tallies[name].add(group, answers, perf_counter() - begin)
-            if on_progress:
-                on_progress(0, sum(len(answer.token_ids) for answer in answers))
         if on_progress:
             on_progress(len(group), 0)
     return {
@@ -121,6 +135,7 @@ def bench(
         "prompts": {
             "count": measured,
             "left_out": len(prompts) - measured,
+            "interrupted": interrupted,
             "categories": sorted({category for _, category, _ in prompts[:measured]}),
         },
         "rows": [tally.row(tallies, settings) for tally in tallies.values()],

@@ -80,6 +80,34 @@ def test_time_ends_a_bench_after_whole_prompts(target: Target, head: Head) -> No
     assert report["prompts"]["categories"] == [PROMPTS[0][1]]
 
 
+def test_an_interrupted_bench_reports_the_prompts_that_were_done(target: Target, head: Head) -> None:
+    heads, settings = {"mine": (head, chain(3))}, Settings(max_new_tokens=10)
+    whole = bench(target, heads, PROMPTS[:2], settings)
+    answered = 0
+
+    def interrupt(items: int, tokens: int) -> None:
+        nonlocal answered
+        answered += tokens > 0
+        if answered == 8:  # three methods: two of them have answered the third prompt
+            raise KeyboardInterrupt
+
+    report = bench(target, heads, PROMPTS, settings, on_progress=interrupt)
+    assert report["prompts"]["interrupted"] and not whole["prompts"]["interrupted"]
+    assert report["prompts"]["count"] == 2 and report["prompts"]["left_out"] == 1
+    counted = ("name", "accepted_length", "tokens", "target_passes", "identical")
+    for got, want in zip(report["rows"], whole["rows"], strict=True):
+        assert {key: got[key] for key in counted} == {key: want[key] for key in counted}
+    assert [r["rounds"] for r in report["rounds"]] == [r["rounds"] for r in whole["rounds"]]
+
+
+def test_a_bench_interrupted_before_its_first_prompt_is_done_ends(target: Target) -> None:
+    def interrupt(items: int, tokens: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(target, {}, PROMPTS, Settings(max_new_tokens=4), on_progress=interrupt)
+
+
 def test_the_parts_of_a_round_are_the_whole(target: Target, head: Head) -> None:
     report = bench(target, {"mine": (head, None)}, PROMPTS[:1], Settings(max_new_tokens=6))
     assert [row["name"] for row in report["rounds"]] == ["plain", "mine"]
