@@ -55,8 +55,8 @@ class Dialog:
         ids, spans = row.get("token_ids"), row.get("spans")
         if not isinstance(row.get("id"), str) or row.get("finish") not in get_args(Finish):
             raise ValueError("id or finish is missing or unknown")
-        if not isinstance(ids, list) or not all(type(t) is int and t >= 0 for t in ids):
-            raise ValueError("token_ids is not a list of ids")
+        if not isinstance(ids, list) or not ids or not all(type(t) is int and t >= 0 for t in ids):
+            raise ValueError("token_ids is not a list of ids, of one at least")
         if not isinstance(spans, list) or not all(isinstance(s, list) and len(s) == 2 for s in spans):
             raise ValueError("spans is not a list of pairs")
         at = 0

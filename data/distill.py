@@ -45,8 +45,14 @@ def distill(
     way are finished, so that short answers are not preferred. An interrupted run loses only the answers under way.
     The features of the taps in `record` are kept beside the dialogs (recorded.py), 2 bytes a number.
 
-    Raises HeadwayError when the folder was made from another target, settings or prompts, naming the difference.
+    Raises HeadwayError when the folder was made from another target, settings or prompts, naming the difference; and for
+    `record` on a target in plain mode, whose own forward shows no taps.
     """
+    if record and target.mode == "plain":
+        raise HeadwayError(
+            f"{target.info.name} decodes in plain mode ({target.mode_reason}), where no features are recorded; distil "
+            "without --record, training then computes them"
+        )
     assert target.tokenizer is not None, "distilling needs the target's tokenizer"
     use_template(target.tokenizer)
     turns = [[m for m in row.messages if m["role"] == "user"] for row in rows]
@@ -64,9 +70,9 @@ def distill(
                 requests = _until_spent(queue.requests(turn, prompts), writer, progress, max_tokens_total)
                 emitted = lambda request, tokens: progress.add(tokens=len(tokens))  # noqa: E731
                 for result in generate(target, requests, batch_size=batch_size, on_tokens=emitted, record=record):
-                    kept = _keep(target, writer, result, prompts.pop(result.id))
-                    if kept and features is not None and result.feature_TF is not None:
-                        features.add(result.id, result.feature_TF)
+                    dialog = _keep(target, writer, result, prompts.pop(result.id))
+                    if dialog and features is not None and result.feature_TF is not None:
+                        features.add(dialog.id, dialog.token_ids, result.feature_TF)
                     progress.add(items=1)
         except KeyboardInterrupt:
             writer.close()
@@ -141,16 +147,17 @@ def _until_spent(
         yield request
 
 
-def _keep(target: Target, writer: DialogWriter, result: Result, prompt: list[int]) -> bool:
-    """Write one answer as a dialog, or drop it as empty; return whether it was written."""
+def _keep(target: Target, writer: DialogWriter, result: Result, prompt: list[int]) -> Dialog | None:
+    """Write one answer as a dialog and return it, or drop it as empty."""
     assert target.tokenizer is not None
     whole = result.finish_reason in ("stop", "stop_string")
     if not str(target.tokenizer.decode(result.token_ids, skip_special_tokens=True)).strip():
         writer.drop(result.id, f"empty answer, {'stop' if whole else 'length'}")
-        return False
+        return None
     ids = [*prompt, *result.token_ids]
-    writer.add(Dialog(result.id, ids, [(len(prompt), len(ids))], "stop" if whole else "length"))
-    return True
+    dialog = Dialog(result.id, ids, [(len(prompt), len(ids))], "stop" if whole else "length")
+    writer.add(dialog)
+    return dialog
 
 
 def _check_known(writer: DialogWriter, rows: Sequence[Row], turns: list[list[Message]]) -> None:

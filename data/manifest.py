@@ -27,12 +27,25 @@ def write_json(path: Path, value: Any) -> None:
     aside.replace(path)
 
 
+def check_writable(path: Path) -> None:
+    """Raise HeadwayError unless a file can be made at `path`, with the folders that are still missing above it."""
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise HeadwayError(f"cannot write {path}: {parent} is not a folder that can be written; give another place")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises HeadwayError where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise HeadwayError(f"{path} does not exist; is {path.parent} the folder you mean?") from None
+    except NotADirectoryError:
+        raise HeadwayError(f"{path.parent} is a file; give the folder that it lies in") from None
+    except OSError as e:
+        raise HeadwayError(f"cannot read {path}: {e.strerror}") from None
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -2,8 +2,9 @@
 
 Letters: T positions, F width of all taps, D hidden.
 
-    dialogs/features/manifest.json            taps, target and the fingerprint of its weights
-    dialogs/features/shard-00000.safetensors  one tensor [T - 1, F] in bfloat16 for each dialog
+    dialogs/features/manifest.json            taps, target, the fingerprint of its weights, the dtypes it ran in
+    dialogs/features/shard-00000.safetensors  for each dialog its features, [T - 1, F] in bfloat16, and the [T - 1] token
+                                              ids they are of: other words under the same id are not taken for them
 
 A dialog's last token is emitted and never read, so its position has no feature; training needs none there. A dialog
 without features, because the process died before its shard was whole, is computed like any other.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from headway.inference.target import Target
 
 FOLDER = "features"
-FORMAT = 1
+FORMAT = 2
 SHARD_BYTES = 64 << 20
 
 
@@ -52,14 +53,18 @@ class FeatureWriter:
         self._waiting: dict[str, Tensor] = {}
         self._num_bytes = 0
         manifest = _manifest(target, taps)
+        dtypes = {str(target.dtype).removeprefix("torch.")}
         if (self.folder / "manifest.json").is_file():
-            require_same(read_json(self.folder / "manifest.json"), manifest, self.folder)
+            known = read_json(self.folder / "manifest.json")
+            require_same(known, manifest, self.folder)
+            dtypes |= set(known.get("dtypes") or ())
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "manifest.json", manifest)
+        write_json(self.folder / "manifest.json", {**manifest, "dtypes": sorted(dtypes)})
 
-    def add(self, dialog_id: str, feature_TF: Tensor) -> None:
+    def add(self, dialog_id: str, token_ids: Sequence[int], feature_TF: Tensor) -> None:
         """Take the features of one dialog; they are on the disk once enough for a shard are there."""
-        self._waiting[dialog_id] = feature_TF
+        self._waiting[_key(dialog_id)] = feature_TF.contiguous()
+        self._waiting[_ids_key(dialog_id)] = torch.tensor(token_ids[: len(feature_TF)], dtype=torch.int32)
         self._num_bytes += feature_TF.nbytes
         if self._num_bytes >= SHARD_BYTES:
             self.flush()
@@ -71,7 +76,7 @@ class FeatureWriter:
         last = max((int(path.stem.removeprefix("shard-")) for path in _shards(self.folder)), default=-1)
         path = self.folder / f"shard-{last + 1:05d}.safetensors"
         aside = path.with_suffix(".tmp")
-        save_file({_key(i): feature_TF.contiguous() for i, feature_TF in self._waiting.items()}, aside)
+        save_file(self._waiting, aside)
         aside.replace(path)
         self._waiting, self._num_bytes = {}, 0
 
@@ -90,12 +95,13 @@ class Recorded:
         self._shards: dict[str, Any] = {}
         self._width = target.info.hidden_size
         self.taps: tuple[Tap, ...] = ()
+        self.dtypes: list[str] = []
         self.reason = ""
         if not (folder / "manifest.json").is_file():
             self.reason = "none were recorded"
             return
         known = read_json(folder / "manifest.json")
-        self.taps = tuple(known.get("taps") or ())
+        self.taps, self.dtypes = tuple(known.get("taps") or ()), list(known.get("dtypes") or ())
         for key, value in _manifest(target, self.taps).items():
             if known.get(key) != value:
                 self.reason = f"those in {folder} were recorded with {key} {known.get(key)!r}, now it is {value!r}"
@@ -108,9 +114,11 @@ class Recorded:
                 raise HeadwayError(
                     f"{path} cannot be read ({error}); delete it, its features are then computed"
                 ) from error
+        if not self._shards:
+            self.reason = "none were recorded"
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return sum(key.startswith("dialog ") for key in self._shards)
 
     def covers(self, taps: Sequence[Tap]) -> bool:
         """Return whether every one of the taps, and `last`, was recorded."""
@@ -122,12 +130,20 @@ class Recorded:
             return f"recorded features: {self.reason}; the target computes them"
         if not self.covers(taps):
             return f"recorded features: of taps {list(self.taps)}, not of all of {list(taps)}; the target computes them"
-        return f"recorded features: of {len(self)} dialogs, read instead of computed"
+        made = " and ".join(self.dtypes)
+        return f"recorded features: of {len(self)} dialogs, made in {made}, read instead of computed"
 
-    def find(self, dialog_id: str, taps: Sequence[Tap]) -> Tensor | None:
-        """Return the taps' features of a dialog, bfloat16 [T - 1, len(taps) * D], or None when it has none."""
+    def find(self, dialog_id: str, token_ids: Sequence[int], taps: Sequence[Tap]) -> Tensor | None:
+        """Return the taps' features of a dialog, bfloat16 [T - 1, len(taps) * D], or None when it has none.
+
+        `token_ids` are the dialog's, from its start on; features of other tokens are not its.
+        """
         shard = self._shards.get(_key(dialog_id))
         if shard is None:
+            return None
+        known = shard.get_tensor(_ids_key(dialog_id)).tolist()
+        size = min(len(known), len(token_ids))
+        if known[:size] != list(token_ids[:size]):
             return None
         feature_TF = shard.get_tensor(_key(dialog_id))
         if tuple(taps) == self.taps:
@@ -153,3 +169,7 @@ def _shards(folder: Path) -> list[Path]:
 def _key(dialog_id: str) -> str:
     # A prefix, because safetensors keeps a name of its own.
     return f"dialog {dialog_id}"
+
+
+def _ids_key(dialog_id: str) -> str:
+    return f"ids {dialog_id}"

@@ -28,6 +28,10 @@ def raw_rows(source: str, split: str = "train") -> Iterator[NumberedRow]:
     """
     path = Path(source)
     if path.is_file():
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise HeadwayError(f"cannot read {source!r}: {error.strerror}") from None
         if path.suffix == ".parquet":
             return _parquet(path)
         if path.suffix == ".json":
@@ -95,7 +99,7 @@ def _dataset(source: str, split: str) -> Iterator[NumberedRow]:
         else:
             rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
         yield from enumerate(rows, 1)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError, HfHubHTTPError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError, HfHubHTTPError) as error:
         raise HeadwayError(
             f"cannot read {source!r} (split {split!r}) as a file, a dataset folder or a hub id: {_first_line(error)}"
         ) from error

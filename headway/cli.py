@@ -443,7 +443,7 @@ def distill_command(
     from headway.inference.target import load_tokenizer
 
     inputs.quiet()
-    dtype, device = inputs.check_dtype(dtype), inputs.check_device(device)
+    dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
@@ -453,7 +453,6 @@ def distill_command(
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
-    seconds = None if minutes is None else 60 * minutes
     distill(
         loaded,
         rows,
@@ -499,7 +498,7 @@ def prompts_command(
     from headway.inference.target import load_tokenizer
 
     inputs.quiet()
-    dtype, device = inputs.check_dtype(dtype), inputs.check_device(device)
+    dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
@@ -509,7 +508,6 @@ def prompts_command(
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
-    seconds = None if minutes is None else 60 * minutes
     openers = tuple(opener or ("",))
     write_prompts(loaded, out, count, settings=settings, openers=openers, batch_size=batch_size, seconds=seconds)
 
@@ -590,8 +588,7 @@ def demo_command(
     from headway import inputs
     from headway.train.demo import main as demo
 
-    if minutes <= 0:
-        raise HeadwayError(f"--minutes is {minutes}; give more than 0")
+    inputs.check_minutes(minutes)
     inputs.check_folder(out)
     inputs.quiet()
     demo(minutes, out)

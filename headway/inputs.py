@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.data.manifest import check_writable
 from headway.heads.common.errors import HeadwayError
 
 if TYPE_CHECKING:
@@ -54,11 +55,20 @@ def check_device(device: str) -> str:
     return device
 
 
+def check_minutes(minutes: float | None) -> float | None:
+    """Return the seconds of --minutes, None where it was not given. Raises HeadwayError unless it is some time."""
+    if minutes is None:
+        return None
+    if not 0 < minutes < math.inf:
+        raise HeadwayError(f"--minutes is {minutes}; give a finite number above 0")
+    return 60 * minutes
+
+
 def check_file(path: Path) -> Path:
     """Return `path`. Raises HeadwayError unless a file can be written there."""
     if path.is_dir():
         raise HeadwayError(f"{path} is a folder; give the name of a file to write")
-    _check_parent(path)
+    check_writable(path)
     return path
 
 
@@ -66,16 +76,8 @@ def check_folder(path: Path) -> Path:
     """Return `path`. Raises HeadwayError unless a folder can be made or written there."""
     if path.exists() and not path.is_dir():
         raise HeadwayError(f"{path} is a file; give the name of a folder to write")
-    _check_parent(path / "x")
+    check_writable(path / "x")
     return path
-
-
-def _check_parent(path: Path) -> None:
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise HeadwayError(f"cannot write {path}: {parent} is not a folder that can be written; give another place")
 
 
 def prompt_text(prompt: str | None, file: str | None) -> str:
@@ -93,6 +95,10 @@ def prompt_text(prompt: str | None, file: str | None) -> str:
             raise HeadwayError(f"the prompt file {file!r} is not UTF-8 text; convert it") from None
     if not text or not text.strip():
         raise HeadwayError("the prompt is empty; give some text with --prompt or --prompt-file")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise HeadwayError("the prompt is not UTF-8 text; convert it, or give it as --prompt-file") from None
     return text
 
 
@@ -252,9 +258,10 @@ def parse_tree(text: str | None) -> Policy | None:
 
 def saved_tree(source: str, target: Target) -> Policy | None:
     """Return the tree tuned for a head on this device and dtype, which lies beside it as tree.json; None without one."""
+    from headway.heads.common.checkpoint import head_folder
     from headway.inference.tune import load_policy
 
-    return load_policy(Path(source).expanduser(), target.dtype, str(target.device))
+    return load_policy(head_folder(source), target.dtype, str(target.device))
 
 
 def load_target(

@@ -10,6 +10,7 @@ of the step.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -52,7 +53,8 @@ class Rows:
 def make_rows(
     dialogs: Sequence[Dialog], max_length: int, eval_fraction: float, eval_rows: int, supervise: Supervise = "answers"
 ) -> Rows:
-    """Return the rows of the dialogs, split by the hash of their id.
+    """Return the rows of the dialogs, split by the hash of their id without its turn or part: a later turn repeats the
+    earlier ones as its prompt, so a conversation is held out as a whole.
 
     With `supervise` "all" every token of a row to train on is a goal, prompts and template included: the teacher is the
     target's distribution there, which is as good after words it did not write. Held-out rows are judged by answers.
@@ -69,7 +71,11 @@ def make_rows(
         else:
             num_without_goal += 1
     num_held_out = min(eval_rows, max(1, int(len(kept) * eval_fraction))) if eval_fraction else 0
-    kept.sort(key=lambda row: _hash(row.id))
+    kept.sort(key=lambda row: (_hash(_conversation(row.id)), row.id))
+    while 0 < num_held_out < len(kept) and _conversation(kept[num_held_out - 1].id) == _conversation(
+        kept[num_held_out].id
+    ):
+        num_held_out += 1
     if len(kept) <= num_held_out:
         raise HeadwayError(
             f"{len(dialogs)} dialogs give {len(kept)} rows with a supervised token in the first {max_length}, and "
@@ -126,6 +132,11 @@ def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
     """Return how often each id is a goal, int64 [vocab_size]."""
     ids = [t for row in rows for t, goal in zip(row.token_ids, row.supervised, strict=True) if goal]
     return torch.bincount(torch.tensor(ids, dtype=torch.long), minlength=vocab_size)
+
+
+def _conversation(row_id: str) -> str:
+    """Return the id of the conversation that a turn or a part is of."""
+    return re.sub(r" (turn|part) \d+$", "", row_id)
 
 
 def _hash(row_id: str) -> str:

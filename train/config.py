@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -108,11 +109,14 @@ class TrainConfig:
         for name in ("min_lr_ratio", "eval_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise HeadwayError(f"{name} is {getattr(self, name)}; give a number from 0 to 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise HeadwayError(f"betas is {list(self.betas)}; give two numbers from 0 to below 1")
         find_family(self.family)
 
     def _at_least(self, name: str, least: float) -> None:
-        if getattr(self, name) < least:
-            allowed = f"{least} or more" if least in (0, 1) else "more than 0"
+        # Written so that a NaN does not pass.
+        if not least <= getattr(self, name) < math.inf:
+            allowed = f"a finite number of {least} or more" if least in (0, 1) else "a finite number above 0"
             raise HeadwayError(f"{name} is {getattr(self, name)}; give {allowed}")
 
     def to_json(self) -> dict[str, Any]:
@@ -129,6 +133,10 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
         text = Path(path).read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError):
         raise HeadwayError(f"no recipe {str(path)!r}; give a YAML file, such as those in recipes/") from None
+    except OSError as e:
+        raise HeadwayError(f"cannot read the recipe {str(path)!r}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise HeadwayError(f"the recipe {str(path)!r} is not UTF-8 text; convert it, or give another file") from None
     try:
         fields = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as e:
@@ -143,8 +151,10 @@ def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tra
     merged: dict[str, Any] = {}
     for key, value in [*fields.items(), *map(_split, overrides)]:
         key = str(key)
-        if key == "head" and isinstance(value, Mapping):
-            merged["head"] = {**merged.get("head", {}), **value}
+        if key == "head":
+            if not isinstance(value, Mapping | None):
+                raise HeadwayError(f"head is {value!r}; give a mapping of names to values, or head.name=value")
+            merged["head"] = {**merged.get("head", {}), **(value or {})}
         elif key.startswith("head."):
             merged["head"] = {**merged.get("head", {}), key.removeprefix("head."): value}
         else:
@@ -249,9 +259,17 @@ def _required(item: dataclasses.Field[Any]) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads 1e-3 as a number, which YAML 1.1 takes for text."""
+    """SafeLoader with the plain words of YAML 1.2: `off` is text, not false; 2024-01-31 is text, not a date; 1e-3 is a
+    number, which YAML 1.1 takes for text."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, words) for tag, words in resolvers if not tag.endswith((":bool", ":timestamp"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

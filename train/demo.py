@@ -9,6 +9,7 @@ continued by the same command.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ import torch
 from headway.data.dialogs import read_dialogs
 from headway.data.distill import distill
 from headway.data.magpie import write_prompts
+from headway.data.manifest import read_json, write_json
 from headway.data.progress import Progress
 from headway.data.prompts import read_rows
 from headway.data.recorded import usual_taps
@@ -56,8 +58,8 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
 
     `model` is a target folder to use instead of SmolLM2-135M-Instruct. Raises HeadwayError for a budget that is not positive.
     """
-    if minutes <= 0:
-        raise HeadwayError(f"--minutes is {minutes}; give more than 0 (25 is what the README shows)")
+    if not 0 < minutes < math.inf:
+        raise HeadwayError(f"minutes is {minutes}; give a finite number above 0 (25 is what the README shows)")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     begin = perf_counter()
@@ -65,8 +67,8 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     stages = _Stages(folder / "stages.json")
 
     source = smollm2() if model is None else model
-    target = Target.load(source, dtype="auto", tokens=BATCH_ROWS)
-    dtype, decode_dtype = str(target.dtype).removeprefix("torch."), fast_dtype("cpu")
+    dtype, decode_dtype = stages.keep("dtypes", lambda: [fast_dtype("cpu", BATCH_ROWS), fast_dtype("cpu")])
+    target = Target.load(source, dtype=dtype)
     _say(
         f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads; {dtype} to write and train, "
         f"{decode_dtype} to decode, as timed here"
@@ -193,11 +195,11 @@ def _bench_prompts(target: Target) -> list[tuple[str, str, list[int]]]:
 
 
 class _Stages:
-    """Which stages are done, kept in a small file."""
+    """Which stages are done, in how many seconds, and what was chosen once; kept in a small file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        self.done: dict[str, Any] = read_json(path) if path.is_file() else {}
 
     def run(self, name: str, work: Callable[[], Any]) -> None:
         """Do a stage unless it is done; remember how long it took."""
@@ -207,10 +209,17 @@ class _Stages:
         _say(name)
         begin = perf_counter()
         work()
-        self.done[name] = round(perf_counter() - begin, 1)
-        aside = self.path.with_suffix(".tmp")
-        aside.write_text(json.dumps(self.done, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self.path)
+        self._add(name, round(perf_counter() - begin, 1))
+
+    def keep(self, name: str, choose: Callable[[], Any]) -> Any:
+        """Return what was chosen in the first run of this folder, choosing it now if this is the first."""
+        if name not in self.done:
+            self._add(name, choose())
+        return self.done[name]
+
+    def _add(self, name: str, value: Any) -> None:
+        self.done[name] = value
+        write_json(self.path, self.done)
 
 
 def _say(text: str) -> None:

@@ -10,6 +10,7 @@ What was recorded while distilling is read, not computed; a batch is read only w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -112,7 +113,7 @@ class Features:
         if self._recorded is None:
             return None
         taps = ("last",) if self._only_last else (*self.taps, "last")
-        rows_TF = [self._recorded.find(row.id, taps) for row in rows]
+        rows_TF = [self._recorded.find(row.id, row.token_ids, taps) for row in rows]
         width = self.target.info.hidden_size
         feature_BTF = torch.zeros(*batch.token_BT.shape, len(taps) * width, dtype=torch.bfloat16)
         for b, (row, row_TF) in enumerate(zip(rows, rows_TF, strict=True)):
@@ -143,7 +144,7 @@ class Features:
         if self.kept == "memory":
             self._memory[self._key(n)] = {name: tensor.cpu() for name, tensor in features.items()}
         if self.kept == "disk":
-            aside = self._path(n).with_suffix(".tmp")
+            aside = self._path(n).with_suffix(f".{os.getpid()}.tmp")
             save_file({name: tensor.cpu().contiguous() for name, tensor in features.items()}, aside)
             aside.replace(self._path(n))
 
@@ -152,15 +153,20 @@ class Features:
         return self.folder / f"batch-{n}.safetensors"
 
 
-def choose_cache(wanted: str, num_bytes: int, repeats: bool) -> tuple[Kept, str]:
-    """Return where to keep features (memory, disk or off) and the line that says why."""
+def choose_cache(wanted: str, num_bytes: int, repeats: bool, num_local: int = 1) -> tuple[Kept, str]:
+    """Return where to keep features (memory, disk or off) and the line that says why.
+
+    `num_local` processes on this machine each keep their own, in the end of all rows, as batches go to another of them
+    in another epoch.
+    """
     free = _free_memory()
-    size = f"features of all rows take {num_bytes / 2**30:.2f} GiB, {free / 2**30:.1f} GiB are free"
+    each = "" if num_local == 1 else f" in each of {num_local} processes"
+    size = f"features of all rows take {num_bytes / 2**30:.2f} GiB{each}, {free / 2**30:.1f} GiB are free"
     if wanted != "auto":
         return cast(Kept, wanted), f"{size}; cache: {wanted}, as asked"
     if not repeats:
         return "off", f"{size}; cache: off, no batch comes twice"
-    if num_bytes > SHARE * free:
+    if num_bytes * num_local > SHARE * free:
         return "off", f"{size}; cache: off, more than {SHARE:.0%} of that (cache=disk keeps them in the run folder)"
     return "memory", f"{size}; cache: memory"
 

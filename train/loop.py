@@ -65,12 +65,14 @@ def train(
             overrun = config.max_seconds is not None and progress.seconds > OVERRUN * config.max_seconds
             done = progress.step >= run.total_steps or anywhere(accelerator, overrun)
             asked = anywhere(accelerator, interrupted.is_set())
-            fresh = progress.step > resumed_at  # what was due at the step resumed at is done already
+            fresh = progress.step > resumed_at  # the state of the step resumed at is there already
+            evaluated = progress.step == progress.evaluated_at
 
             # evaluate
-            if (done or (fresh and is_due(progress.step, config.eval_every))) and not asked:
+            if (done or (is_due(progress.step, config.eval_every) and not evaluated)) and not asked:
                 metrics = evaluate(run, interrupted)
                 asked = anywhere(accelerator, interrupted.is_set())
+                progress.evaluated_at = progress.evaluated_at if asked else progress.step
 
             # checkpoint
             if (done or asked or (fresh and is_due(progress.step, config.save_every))) and progress.step != saved_at:
@@ -100,14 +102,15 @@ def train(
             # log
             seconds = time.perf_counter() - begin
             figures = summarise(reports)
+            tokens, skipped = everywhere(accelerator, figures["tokens"], config.grad_accum - len(reports))
             if is_due(progress.step + 1, config.log_every):
                 log(run, {"step": progress.step + 1, "lr": lr, "grad_norm": float(norm or 0.0), **figures}, seconds)
 
             # advance
             progress.step += 1
-            progress.tokens += figures["tokens"]
+            progress.tokens += tokens
             progress.seconds += seconds
-            progress.skipped += config.grad_accum - len(reports)
+            progress.skipped += skipped
             line.add(progress, figures)
     line.close()
     return finish(run, metrics)
@@ -181,8 +184,9 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
             )
             metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}
         run.head.train()
-        say(f"step {run.progress.step}: {spell(metrics)}")
-        log(run, {"step": run.progress.step, **metrics})
+        if not interrupted.is_set():  # cut short, it is done again when the run is continued
+            say(f"step {run.progress.step}: {spell(metrics)}")
+            log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
 
@@ -244,6 +248,14 @@ def spell(metrics: dict[str, Any]) -> str:
         else:
             parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
     return ", ".join(parts)
+
+
+def everywhere(accelerator: Accelerator, *counts: int) -> list[int]:
+    """Return the sums of the counts over all processes."""
+    if accelerator.num_processes == 1:
+        return list(counts)
+    sums: Tensor = accelerator.reduce(torch.tensor(counts, device=accelerator.device))  # type: ignore[assignment]
+    return [int(n) for n in sums]
 
 
 def anywhere(accelerator: Accelerator, flag: bool) -> bool:

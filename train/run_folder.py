@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from headway.data.manifest import check_writable, read_json, write_json
 from headway.heads.common.checkpoint import read_tensors, written_aside
 from headway.heads.common.errors import HeadwayError
 from headway.train.config import TrainConfig
@@ -39,11 +41,13 @@ class Progress:
     step: int = 0
     """Optimizer steps done."""
     tokens: int = 0
-    """Supervised tokens trained on, on this process."""
+    """Supervised tokens trained on, by all processes."""
     seconds: float = 0.0
     """Time of the training steps, over all continuations."""
     skipped: int = 0
     """Batches without a supervised token."""
+    evaluated_at: int = 0
+    """Step of the last evaluation that ran to its end."""
 
 
 class RunFolder:
@@ -63,6 +67,7 @@ class RunFolder:
         Raises HeadwayError when the folder holds something else, or a run with another recipe or other dialogs, naming
         the first difference.
         """
+        check_writable(self.path / "run.json")
         saved = self.read_run()
         if saved is not None:
             self._check_same(saved, json.loads(json.dumps(config.to_json())), dialogs_sha256)
@@ -70,8 +75,15 @@ class RunFolder:
             raise HeadwayError(f"{self.path} is not empty and holds no run; give another folder: out=...")
         return saved
 
-    def create(self, config: TrainConfig, argv: Sequence[str], manifest: dict[str, Any], dialogs_sha256: str) -> None:
-        """Make the folder of a new run."""
+    def create(
+        self,
+        config: TrainConfig,
+        argv: Sequence[str],
+        manifest: dict[str, Any],
+        dialogs_sha256: str,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Make the folder of a new run; `facts` are what it is to be continued with beside the recipe."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._write_run(
             {
@@ -79,6 +91,7 @@ class RunFolder:
                 "argv": list(argv),
                 "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
                 "python": platform.python_version(),
+                **(facts or {}),
                 "dialogs": manifest,
                 "dialogs_sha256": dialogs_sha256,
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -93,7 +106,12 @@ class RunFolder:
     def read_run(self) -> dict[str, Any] | None:
         """Return run.json, or None where there is none."""
         path = self.path / "run.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not path.is_file():
+            return None
+        run = read_json(path)
+        if not {"recipe", "total_steps", "dialogs_sha256"} <= set(run):
+            raise HeadwayError(f"{path} describes no run; delete it to begin anew, or give another folder: out=...")
+        return run
 
     def save(self, progress: Progress, head: nn.Module, optimizer: Any) -> Path:
         """Write a state and remove all but the newest two."""
@@ -103,7 +121,8 @@ class RunFolder:
             save_file(tensors, aside / "head.safetensors")
             torch.save({"optimizer": optimizer.state_dict(), "rng": _rng()}, aside / "optimizer.pt")
             (aside / "state.json").write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")
-        for old in self._states()[KEEP:]:
+        torn = folder.parent.glob(".step-*.tmp")  # left by a process that was killed while it saved
+        for old in [*self._states()[KEEP:], *torn]:
             shutil.rmtree(old, ignore_errors=True)
         return folder
 
@@ -115,7 +134,7 @@ class RunFolder:
         for folder in self._states():
             try:
                 rest = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError, ValueError) as e:
+            except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as e:
                 raise _damaged(folder / "optimizer.pt", folder) from e
             try:
                 progress = Progress(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
@@ -160,9 +179,7 @@ class RunFolder:
         return sorted(found, key=lambda p: -int(p.name.removeprefix("step-")))
 
     def _write_run(self, run: dict[str, Any]) -> None:
-        aside = self.path / ".run.json.tmp"
-        aside.write_text(json.dumps(run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        aside.replace(self.path / "run.json")
+        write_json(self.path / "run.json", run)
 
     def _check_same(self, saved: dict[str, Any], recipe: dict[str, Any], dialogs_sha256: str) -> None:
         for key in {**saved["recipe"], **recipe}:

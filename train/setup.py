@@ -85,32 +85,30 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
     rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows, config.supervise)
     tree = None if config.tree == "auto" else parse_policy(config.tree)
     accelerator = make_accelerator(config)
+    folder = RunFolder(config.out)
+    saved = folder.read_run()
+    check_processes(saved, accelerator, folder)
     if target is None:
         from headway.inference.target import Target
 
-        target = Target.load(
-            config.target,
-            dtype=config.dtype,
-            device=str(accelerator.device),
-            revision=config.revision,
-            tokens=config.tokens_per_batch,
-        )
+        dtype = same_dtype(config, accelerator, saved)
+        target = Target.load(config.target, dtype=dtype, device=str(accelerator.device), revision=config.revision)
     check_manifest(manifest, target, config)
     torch.manual_seed(config.seed)
     head = make_head(config, target, rows).to(accelerator.device)
     if tree is not None:
         check_policy(tree, head.max_depth)
 
-    folder = RunFolder(config.out)
-    total_steps = (folder.read_run() or {}).get("total_steps")
-    if accelerator.is_main_process and folder.read_run() is None:
-        folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"))
+    total_steps = (saved or {}).get("total_steps")
+    if accelerator.is_main_process and saved is None:
+        facts = {"dtype": str(target.dtype).removeprefix("torch."), "processes": accelerator.num_processes}
+        folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
     accelerator.wait_for_everyone()
     batches = make_batches(rows.train, config.tokens_per_batch)
     by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))
     train = Features(target, head.config.taps, batches)
     repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
-    kept, why = choose_cache(config.cache, train.num_bytes, repeats)
+    kept, why = choose_cache(config.cache, train.num_bytes, repeats, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     recorded = Recorded(config.dialogs, target)
     train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared, recorded)
     held_out_kept: Kept = "off" if kept == "off" else "memory"
@@ -136,6 +134,8 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
     assert total_steps is not None
     if accelerator.is_main_process:
         folder.rewind_log(progress.step)
+        if manifest.get("target", target.info.name) != target.info.name:
+            say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
         say_plan(head, rows, train, why, total_steps, progress)
         say(recorded.spell(head.config.taps))
     if config.tracker != "none":
@@ -172,11 +172,33 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def check_processes(saved: dict[str, Any] | None, accelerator: Accelerator, folder: RunFolder) -> None:
+    """Raise HeadwayError when a run is continued on another number of processes: its batches would be other ones."""
+    before = (saved or {}).get("processes", accelerator.num_processes)
+    if before != accelerator.num_processes:
+        raise HeadwayError(
+            f"{folder.path} holds a run of {before} processes, this is one of {accelerator.num_processes}; launch as "
+            "many as before, or give another folder: out=..."
+        )
+
+
+def same_dtype(config: TrainConfig, accelerator: Accelerator, saved: dict[str, Any] | None) -> str:
+    """Return the target's dtype: with `auto` what the run began with, else what the first process timed as fast."""
+    if config.dtype != "auto":
+        return config.dtype
+    from headway.inference.target import fast_dtype
+
+    dtype = (saved or {}).get("dtype")
+    if dtype is None and accelerator.is_main_process:
+        dtype = fast_dtype(str(accelerator.device), config.tokens_per_batch)
+    [dtype] = broadcast_object_list([dtype])
+    return str(dtype)
+
+
 def check_manifest(manifest: dict[str, Any], target: Target, config: TrainConfig) -> None:
     """Raise HeadwayError when the dialogs were written with another vocabulary than the target's."""
-    size = manifest.get("vocab_size")
-    if size is not None and size > target.info.vocab_size:
-        made_by = manifest.get("target", "another target")
+    size, made_by = manifest.get("vocab_size"), manifest.get("target", "another target")
+    if size is not None and size != target.info.vocab_size:
         raise HeadwayError(
             f"dialogs {config.dialogs} were made by {made_by} with {size} token ids, target {target.info.name} has "
             f"{target.info.vocab_size}; distil with the target that the head is for"

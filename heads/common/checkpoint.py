@@ -86,7 +86,7 @@ def load_head(
     missing, truncated or not exactly what the head needs.
     """
     frozen = target if isinstance(target, Frozen) else target.frozen
-    folder = _folder(source, revision)
+    folder = head_folder(source, revision)
     saved = read_config(folder)
     info = TargetInfo(**saved["target"])
     _check_target(folder, info, frozen, saved.get("weights_of"), other_target)
@@ -99,7 +99,7 @@ def load_head(
 
 def read_config(source: Path | str, revision: str | None = None) -> dict[str, Any]:
     """Return a head's config.json: format, family, dtype, head, target, metrics, data. Raises HeadwayError."""
-    path = _folder(source, revision) / CONFIG
+    path = head_folder(source, revision) / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -118,7 +118,6 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
 def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: str | None = None) -> str:
     """Upload a saved head to the hub, creating the repository where needed, and return its address."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     if not Path(folder).is_dir():
         raise HeadwayError(f"no folder {str(folder)!r}; give a folder that `headway train` wrote")
@@ -127,7 +126,9 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=SHARED)
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as e:
+    except Exception as e:
+        if not _from_hub(e):
+            raise
         raise HeadwayError(
             f"cannot push to {repo_id!r}: {_first_line(e)} Log in with `hf auth login`, or try later"
         ) from e
@@ -239,8 +240,8 @@ def _plain_name(name: str) -> str:
     return Path(name.rstrip("/")).name.lower().removesuffix(".gguf")
 
 
-def _folder(source: Path | str, revision: str | None) -> Path:
-    """Return the folder of a head, downloading it when `source` is a hub id."""
+def head_folder(source: Path | str, revision: str | None = None) -> Path:
+    """Return the folder of a head, downloading it when `source` is a hub id. Raises HeadwayError when there is none."""
     text = str(source)
     path = Path(text).expanduser()
     if path.is_dir():
@@ -248,12 +249,21 @@ def _folder(source: Path | str, revision: str | None) -> Path:
     if isinstance(source, Path) or text.count("/") != 1 or text.startswith((".", "~", "/")):
         raise HeadwayError(f"no folder {text!r}; give a folder that `headway train` wrote, or a hub id (owner/name)")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=SHARED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+    except Exception as e:
+        if not _from_hub(e):
+            raise
         raise HeadwayError(f"no folder {text!r}, and the hub gave no head of that id: {_first_line(e)}") from e
+
+
+def _from_hub(error: Exception) -> bool:
+    """Return whether an error is one of the hub, its client or the network under it (whose library the client changes)."""
+    libraries = {base.__module__.partition(".")[0] for base in type(error).__mro__}
+    return isinstance(error, OSError) or bool(
+        libraries & {"huggingface_hub", "httpx", "httpx2", "httpcore", "requests"}
+    )
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

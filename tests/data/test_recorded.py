@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,32 @@ def test_other_taps_other_weights_and_other_targets_are_not_read(target: Target,
         FeatureWriter(dialogs, other, TAPS)
     with pytest.raises(HeadwayError, match="taps"):
         FeatureWriter(dialogs, target, (0, "last"))
+
+
+def test_features_of_other_words_under_the_same_id_are_not_read(target: Target, dialogs: Path) -> None:
+    for name in ("dialogs.jsonl", "dropped.jsonl", "manifest.json"):  # made again, with the old features left there
+        (dialogs / name).unlink()
+    distill(target, ask(7), dialogs, settings=replace(SETTINGS, seed=4), batch_size=3, show=False)
+    recorded = Recorded(dialogs, target)
+    assert recorded.covers(TAPS)
+    for row in make_rows(read_dialogs(dialogs), 200, 0.0, 0).train:
+        found = recorded.find(row.id, row.token_ids, TAPS)
+        assert found is None or len(found) <= len(row.prompt)
+
+
+def test_a_target_in_plain_mode_cannot_record(tmp_path: Path) -> None:
+    target = tiny_target()
+    target.mode, target.mode_reason = "plain", "it ignores masks"
+    with pytest.raises(HeadwayError, match="plain mode .it ignores masks.*--record"):
+        distill(target, ask(1), tmp_path / "d", settings=SETTINGS, record=TAPS, show=False)
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_dtypes_that_features_were_made_in_are_said(target: Target, dialogs: Path) -> None:
+    assert "made in float32" in Recorded(dialogs, target).spell(TAPS)
+    target.model.bfloat16()
+    distill(target, ask(8), dialogs, settings=SETTINGS, batch_size=3, record=TAPS, show=False)
+    assert "made in bfloat16 and float32" in Recorded(dialogs, target).spell(TAPS)
 
 
 def test_a_batch_with_an_unrecorded_row_is_computed(target: Target, dialogs: Path) -> None:

@@ -34,6 +34,18 @@ def test_the_split_does_not_depend_on_the_order() -> None:
     assert make_rows(dialogs, 20, 0.0, 10).held_out == []
 
 
+def test_a_conversation_is_held_out_as_a_whole() -> None:
+    """Its later turns have its earlier answers in their prompts, which are goals too with `all`."""
+    ids = [f"talk-{i}{turn}" for i in range(10) for turn in ("", " turn 2", " turn 3")]
+    ids += [f"text-{i} part {n}" for i in range(10) for n in (1, 2)]
+    for eval_rows in range(1, 12):
+        rows = make_rows([Dialog(i, list(range(9)), [(2, 9)], "stop") for i in ids], 20, 0.5, eval_rows, "all")
+        held, trained = ({row.id.split(" ")[0] for row in part} for part in (rows.held_out, rows.train))
+        assert not held & trained
+        assert eval_rows <= len(rows.held_out) <= eval_rows + 2
+        assert len(rows.held_out) + len(rows.train) == len(ids)
+
+
 def test_all_tokens_of_training_rows_can_be_goals() -> None:
     dialogs = [dialog(i, 12, start=8) for i in range(20)]
     rows, answers = (make_rows(dialogs, 20, 0.2, 10, supervise) for supervise in SUPERVISE)

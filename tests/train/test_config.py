@@ -44,8 +44,14 @@ def test_a_recipe_and_what_the_command_line_changes(tmp_path: Path) -> None:
         ({"head.lm_head": "mine"}, "head.lm_head is 'mine' (str); it must be one of own, shared, draft"),
         ({"family": "medusae"}, "unknown family 'medusae'; there are eagle3, medusa"),
         ({"max_steps": None}, "give epochs, max_steps or max_seconds"),
-        ({"max_steps": 0}, "max_steps is 0; give more than 0"),
-        ({"grad_accum": 0}, "grad_accum is 0; give 1 or more"),
+        ({"max_steps": 0}, "max_steps is 0; give a finite number above 0"),
+        ({"grad_accum": 0}, "grad_accum is 0; give a finite number of 1 or more"),
+        ({"max_seconds": float("inf")}, "max_seconds is inf; give a finite number above 0"),
+        ({"epochs": float("nan")}, "epochs is nan; give a finite number above 0"),
+        ({"lr": float("nan")}, "lr is nan; give a finite number of 0 or more"),
+        ({"clip": float("inf")}, "clip is inf; give a finite number of 0 or more"),
+        ({"betas": [0.9, 1.0]}, "betas is [0.9, 1.0]; give two numbers from 0 to below 1"),
+        ({"head": "wide"}, "head is 'wide'; give a mapping"),
         ({"eval_fraction": 1.5}, "eval_fraction is 1.5; give a number from 0 to 1"),
     ],
 )
@@ -71,6 +77,23 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("family: [medusa\nlr: 1")
     with pytest.raises(HeadwayError, match=r"broken\.yaml is no YAML"):
         load_recipe(tmp_path / "broken.yaml")
+
+    (tmp_path / "latin.yaml").write_bytes("family: medusa # für".encode("latin-1"))
+    with pytest.raises(HeadwayError, match="is not UTF-8"):
+        load_recipe(tmp_path / "latin.yaml")
+
+
+def test_plain_words_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "family: medusa\ntarget: no\ndialogs: 2024-13-45\nout: on\nmax_steps: 1\ncache: off\ntree: off\n"
+        "autocast: true\nhead:\n"
+    )
+    config = load_recipe(path, ["head.num_heads=2", "revision=2024-01-31"])
+    assert (config.target, config.dialogs, config.out) == ("no", "2024-13-45", "on")
+    assert (config.cache, config.tree, config.autocast, config.revision) == ("off", "off", True, "2024-01-31")
+    assert config.head == {"num_heads": 2}
+    assert load_recipe(path, ["cache=off", "tree=chain:2"]).tree == "chain:2"
 
 
 @pytest.mark.parametrize("override", ["lr", "=3", "--lr=3"])

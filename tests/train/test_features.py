@@ -58,6 +58,10 @@ def test_where_features_are_kept() -> None:
     assert choose_cache("auto", 1000, repeats=True)[0] == "memory"
     assert choose_cache("auto", 1000, repeats=False)[0] == "off"
     assert choose_cache("auto", 1 << 60, repeats=True)[0] == "off"
+    assert choose_cache("auto", 1 << 28, repeats=True)[0] == "memory"
+    where, why = choose_cache("auto", 1 << 28, repeats=True, num_local=1000)  # each process keeps all
+    assert where == "off"
+    assert "1000 processes" in why
     assert choose_cache("disk", 1000, repeats=False)[0] == "disk"
 
 

@@ -22,11 +22,13 @@ from headway.heads.common.checkpoint import load_head, read_config
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch, LossReport
 from headway.heads.medusa import Head as Medusa
+from headway.inference import target as target_module
 from headway.inference.target import Target
 from headway.train import loop, setup
 from headway.train.config import TrainConfig
 from headway.train.loop import Interrupted, train
 from headway.train.train_heads import main
+from tests.train.conftest import write_dialogs
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., TrainConfig]
@@ -196,6 +198,89 @@ def test_a_damaged_state_is_named(recipe: Make, tiny: Target) -> None:
         with pytest.raises(HeadwayError, match=name.replace(".", r"\.")):
             train(config, target=tiny)
         file.write_bytes(before)
+
+
+def test_a_file_that_is_no_state_or_run_is_named(recipe: Make, tiny: Target) -> None:
+    config = recipe()
+    train(config, target=tiny)
+    shutil.rmtree(Path(config.out) / "head")
+    (Path(config.out) / "state" / "step-6" / "optimizer.pt").write_bytes(bytes(5000))
+    with pytest.raises(HeadwayError, match=r"optimizer\.pt is damaged"):
+        train(config, target=tiny)
+    for text in ("", "{", "{}", "[]"):
+        (Path(config.out) / "run.json").write_text(text)
+        with pytest.raises(HeadwayError, match=r"run\.json"):
+            train(config, target=tiny)
+
+
+def test_an_evaluation_that_ctrl_c_left_out_is_made_up(
+    recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe(eval_every=2, max_steps=8)
+    real_loss, real_length, calls = Medusa.loss, loop.evaluate_accepted_length, []
+
+    def loss(self: Medusa, batch: Batch) -> LossReport:
+        calls.append(self.training)
+        if self.training and calls.count(True) == 4:
+            signal.raise_signal(signal.SIGINT)  # in a step after which an evaluation is due
+        return real_loss(self, batch)
+
+    def accepted(*given: Any, **named: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)  # and in the midst of one
+        return real_length(*given, **named)
+
+    monkeypatch.setattr(Medusa, "loss", loss)
+    with pytest.raises(Interrupted):
+        train(config, target=tiny)
+    monkeypatch.setattr(Medusa, "loss", real_loss)
+    monkeypatch.setattr(loop, "evaluate_accepted_length", accepted)
+    with pytest.raises(Interrupted):
+        train(config, target=tiny)
+    monkeypatch.setattr(loop, "evaluate_accepted_length", real_length)
+    train(config, target=tiny)
+    rows = [row for row in log_of(config) if "held_out_loss" in row]
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert all(row["accepted_prompts"] == 2 for row in rows)
+
+
+def test_dialogs_of_another_vocabulary_are_refused(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+    for size in (271, 273):
+        folder = write_dialogs(tmp_path / f"of-{size}", vocab_size=size)
+        with pytest.raises(HeadwayError, match=f"{size} token ids"):
+            train(recipe(dialogs=str(folder), out=str(tmp_path / "x")), target=tiny)
+    assert not (tmp_path / "x").exists()
+
+
+def test_places_that_cannot_be_read_or_written_are_refused_first(recipe: Make, tmp_path: Path, dialogs: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for changes, named in (
+        ({"dialogs": str(dialogs / "dialogs.jsonl")}, "is a file"),
+        ({"out": str(tmp_path / "file")}, "cannot be written"),
+        ({"out": str(tmp_path / "file" / "run")}, "cannot be written"),
+    ):
+        with pytest.raises(HeadwayError, match=named):
+            train(recipe(**changes))  # no target: it is not loaded
+
+
+def test_a_run_goes_on_with_its_dtype_and_its_number_of_processes(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target(tiny, tmp_path / "tiny")
+    config = recipe(dtype="auto", target=str(tmp_path / "tiny"))
+    timed = []
+    monkeypatch.setattr(target_module, "fast_dtype", lambda *given: timed.append(given) or "float32")
+    train(config)
+    assert timed == [("cpu", config.tokens_per_batch)]
+    shutil.rmtree(Path(config.out) / "head")
+    monkeypatch.setattr(target_module, "fast_dtype", lambda *given: "bfloat16")
+    train(config)
+    assert read_config(config.out + "/head")["dtype"] == "float32"
+    run = json.loads((Path(config.out) / "run.json").read_text())
+    assert (run["dtype"], run["processes"]) == ("float32", 1)
+    (Path(config.out) / "run.json").write_text(json.dumps(run | {"processes": 2}))
+    shutil.rmtree(Path(config.out) / "head")
+    with pytest.raises(HeadwayError, match="a run of 2 processes, this is one of 1"):
+        train(config, target=tiny)
 
 
 def test_a_folder_of_something_else_is_left_alone(recipe: Make, tiny: Target, tmp_path: Path) -> None:
