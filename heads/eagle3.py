@@ -106,14 +106,21 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
-    """Return a target's rotary parameters from either spelling of its config; theta 10000 where it has none."""
+    """Return a target's rotary parameters from either spelling of its config; theta 10000 where it has none.
+
+    A draft layer rotates whole heads: longrope factors of a target that rotates parts of them do not fit, and its plain
+    angles take their place.
+    """
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if "full_attention" in rope:
         rope = rope["full_attention"]
+    part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
     rope = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
     if "rope_type" not in rope:
         rope["rope_type"] = rope.pop("type", "default")
     rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
+    if part != 1.0 and rope["rope_type"] == "longrope":
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return rope
 
 

@@ -54,6 +54,7 @@ TopKOption = Annotated[int, typer.Option("--top-k", help="0 is off.")]
 MinPOption = Annotated[float, typer.Option("--min-p", help="0 is off.")]
 SeedOption = Annotated[int, typer.Option(help="Names the noise of sampling.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Prompts answered together.")]
 TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="Jinja file, in place of the tokenizer's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -232,7 +233,7 @@ def bench_command(
     head: Annotated[list[str] | None, typer.Option(help="Head folders or hub ids; H1,H2 or repeated.")] = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 1,
+    batch: BatchOption = 1,
     throughput: Annotated[
         bool,
         typer.Option(
@@ -324,6 +325,7 @@ def eval_command(
     prompts: PromptsOption,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
+    batch: BatchOption = 1,
     tree: TreeOption = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     chat_template: TemplateOption = None,
@@ -355,7 +357,7 @@ def eval_command(
     loaded_head = load_head(source, loaded)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     check_policy(policy, loaded_head.max_depth)
-    rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens)
+    rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch)
     report = {
         "target": target,
         "head": source,
@@ -373,7 +375,9 @@ def eval_command(
         _show_rows(f"{source} on {target}, {policy.describe()}", rows)
 
 
-def _accepted_lengths(target: Any, head: Any, policy: Any, prompts: list[Any], max_new_tokens: int) -> list[dict]:
+def _accepted_lengths(
+    target: Any, head: Any, policy: Any, prompts: list[Any], max_new_tokens: int, batch: int
+) -> list[dict]:
     """Return a row per category and one of all."""
     from headway.data.progress import Progress
     from headway.train.evaluate import evaluate_accepted_length
@@ -387,7 +391,9 @@ def _accepted_lengths(target: Any, head: Any, policy: Any, prompts: list[Any], m
             progress.add(items=1)
             return False
 
-        row = evaluate_accepted_length(target, head, policy, ids, max_new_tokens=max_new_tokens, stop=answered)
+        row = evaluate_accepted_length(
+            target, head, policy, ids, max_new_tokens=max_new_tokens, batch_size=batch, stop=answered
+        )
         rows.append({"category": category, **row})
     progress.close(f"eval: {len(prompts)} prompts in {progress.elapsed:.0f} s")
     total = {key: sum(row[key] for row in rows) for key in ("tokens", "rounds", "prompts")}

@@ -123,8 +123,10 @@ def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) ->
 
 
 def context_size(info: TargetInfo) -> int:
-    """Return the positions a target was configured for."""
-    return int(info.text_config.get("max_position_embeddings") or 2**31)
+    """Return the longest context of a target."""
+    from headway.inference.target import usable_positions
+
+    return usable_positions(info.text_config)
 
 
 def check_length(info: TargetInfo, size: int) -> None:

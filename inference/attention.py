@@ -49,7 +49,8 @@ def grouped_attention(
         mask = mask.repeat(1, 1, G, 1)  # query row g * T + t of a key head is query t of its g-th head
     grouped = query.reshape(B, K, G * T, d)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return out.view(B, H, T, -1).transpose(1, 2), None
+    # Not a view: some kernels return the axes of heads and queries swapped in memory.
+    return out.reshape(B, H, T, -1).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, grouped_attention)

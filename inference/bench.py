@@ -7,6 +7,8 @@ report     target, mode, settings, environment, command, prompts, rows, rounds, 
 rows       one per method: tokens_per_s, ratios of it, accepted_length (also per category), identical, ttft_ms, itl_ms
 rounds     one per method with rounds: milliseconds and share of draft, verify and the rest
 answers    one per method and prompt: tokens, rounds, seconds
+
+`row_passes` counts the target passes that each row took part in; rows of one batch share a pass.
 """
 
 from __future__ import annotations
@@ -79,12 +81,7 @@ def bench(
     """
     if not prompts:
         raise HeadwayError("no prompts to measure; give at least one")
-    policies = {}
-    for name, (head, policy) in heads.items():
-        if name in (TRANSFORMERS, PLAIN):
-            raise HeadwayError(f"a head cannot be called {name!r} in a bench; rename its folder")
-        policies[name] = policy if policy is not None else default_policy(head)
-        check_policy(policies[name], head.max_depth)
+    policies = _policies(heads)
     tallies = {TRANSFORMERS: _Tally(TRANSFORMERS), PLAIN: _Tally(PLAIN)}
     runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target), PLAIN: _headway_run(target, tallies[PLAIN].times)}
     for name, (head, _) in heads.items():
@@ -102,24 +99,13 @@ def bench(
     for i, group in enumerate(groups):
         if measured and seconds is not None and perf_counter() - start > seconds:
             break
-        before = {name: copy(tally.times) for name, tally in tallies.items()}
-        done = {}
         try:
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                begin = perf_counter()
-                answers = runs[name](group, settings)
-                done[name] = answers, perf_counter() - begin
-                if on_progress:
-                    on_progress(0, sum(len(answer.token_ids) for answer in answers))
+            _measure(runs, tallies, names[i % len(names) :] + names[: i % len(names)], group, settings, on_progress)
         except KeyboardInterrupt:
             if not measured:
                 raise
-            for name, tally in tallies.items():
-                tally.times = before[name]
             interrupted = True
             break
-        for name, tally in tallies.items():
-            tally.add(group, *done[name])
         measured += len(group)
         if on_progress:
             on_progress(len(group), 0)
@@ -142,6 +128,43 @@ def bench(
         "rounds": [tally.round() for tally in tallies.values() if tally.times.rounds],
         "answers": [entry for tally in tallies.values() for entry in tally.entries],
     }
+
+
+def _measure(
+    runs: Mapping[str, Run],
+    tallies: Mapping[str, _Tally],
+    order: Sequence[str],
+    group: Sequence[tuple[int, Prompt]],
+    settings: Settings,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    """Have every method answer a group, in this order, and count all of it, or nothing where it is interrupted."""
+    before = {name: copy(tally.times) for name, tally in tallies.items()}
+    done = {}
+    try:
+        for name in order:
+            begin = perf_counter()
+            answers = runs[name](group, settings)
+            done[name] = answers, perf_counter() - begin
+            if on_progress:
+                on_progress(0, sum(len(answer.token_ids) for answer in answers))
+    except KeyboardInterrupt:
+        for name, tally in tallies.items():
+            tally.times = before[name]
+        raise
+    for name, tally in tallies.items():
+        tally.add(group, *done[name])
+
+
+def _policies(heads: Mapping[str, tuple[Head, Policy | None]]) -> dict[str, Policy]:
+    """Return the tree of each head, after checking that it can draft it."""
+    policies = {}
+    for name, (head, policy) in heads.items():
+        if name in (TRANSFORMERS, PLAIN):
+            raise HeadwayError(f"a head cannot be called {name!r} in a bench; rename its folder")
+        policies[name] = policy if policy is not None else default_policy(head)
+        check_policy(policies[name], head.max_depth)
+    return policies
 
 
 def throughput(
@@ -309,7 +332,7 @@ class _Tally:
             "ttft_ms": 1000 * median(answer.arrivals[0][0] for answer in self.answers.values()),
             "itl_ms": 1000 * median(gaps) if gaps else None,
             "accepted_length_by_category": {c: _per(*counts) for c, counts in sorted(self.by_category.items())},
-            "target_passes": rounds + len(self.answers),
+            "row_passes": rounds + len(self.answers),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tree": self.tree,
@@ -348,6 +371,7 @@ def _gaps(answer: Answer) -> list[float]:
 
 def _headway_run(target: Target, times: Times, head: Head | None = None, policy: Policy | None = None) -> Run:
     def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
+        settings = replace(settings, max_new_tokens=_budget(target, group, settings))
         arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number, _ in group}
         requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in group]
         begin = perf_counter()
@@ -389,13 +413,12 @@ def _transformers_run(target: Target) -> Run:
         pad = _pad_id(target)
         rows = [[pad] * (size - len(ids)) + ids for ids in prompts]
         mask = [[0] * (size - len(ids)) + [1] * len(ids) for ids in prompts]
-        budget = min(settings.max_new_tokens, target.max_positions - size)
         streamer = _Arrivals()
         torch.manual_seed(settings.seed)
         out = target.model.generate(  # type: ignore[operator]
             input_ids=torch.tensor(rows, device=target.device),
             attention_mask=torch.tensor(mask, device=target.device),
-            max_new_tokens=budget,
+            max_new_tokens=_budget(target, group, settings),
             pad_token_id=pad,
             eos_token_id=list(_eos(target, settings)) or None,
             streamer=streamer,
@@ -409,6 +432,11 @@ def _transformers_run(target: Target) -> Run:
         return answers
 
     return run
+
+
+def _budget(target: Target, group: Sequence[tuple[int, Prompt]], settings: Settings) -> int:
+    """Return the most new tokens of a group: rows that transformers pads all end where the longest fills the context."""
+    return min(settings.max_new_tokens, target.max_positions - max(len(ids) for _, (_, _, ids) in group))
 
 
 def _eos(target: Target, settings: Settings) -> tuple[int, ...]:

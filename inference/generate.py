@@ -126,6 +126,7 @@ def generate(
     policy = OFF if head is None else (policy if policy is not None else default_policy(head))
     if head is not None:
         check_policy(policy, head.max_depth)
+        head = head if policy.depth > 0 else None  # it would read along and draft nothing
     if target.mode == "plain":
         yield from _plain_rows(target, requests, on_tokens)
         return

@@ -10,12 +10,14 @@ float32 and bfloat16 are packed; bfloat16 only where oneDNN multiplies in it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 SHARE = 0.25
 """Share of the machine's memory that packed copies may take."""
 ROWS = 64
@@ -56,7 +58,8 @@ _packed: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Packed]] = We
 
 def pack(module: nn.Module) -> Packed:
     """Return the packed copies of a module whose weights may change: made again when one has, else those made before."""
-    state = [(p.data_ptr(), p._version) for p in module.parameters()]
+    # A tensor made in inference mode counts no versions, and cannot be changed outside of it.
+    state = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in module.parameters()]
     known = _packed.get(module)
     if known is None or known[0] != state:
         known = _packed[module] = (state, Packed(module))
@@ -103,4 +106,6 @@ def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
 def _total_memory() -> int:
     import psutil
 
-    return int(psutil.virtual_memory().total)
+    total = int(psutil.virtual_memory().total)
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.is_file() else ""
+    return min(total, int(limit)) if limit.isdigit() else total

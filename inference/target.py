@@ -75,12 +75,17 @@ class Target:
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
         self.frozen = self._references()
-        if mode is None:
+        self.max_positions = usable_positions(_plain_config(self.text_config))
+        """Longest context."""
+        if mode is not None:
+            self.mode_reason = "set by the caller"
+        elif "local" in _attention_kinds(self.text_config):
+            # Nothing that the probe's short text would show.
+            mode, self.mode_reason = "plain", "its local attention counts places in the cache, not positions"
+        else:
             from headway.inference.probe import probe
 
             mode, self.mode_reason = probe(self)
-        else:
-            self.mode_reason = "set by the caller"
         self.mode = mode
 
     @staticmethod
@@ -118,6 +123,13 @@ class Target:
         tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
         commit = getattr(model.config, "_commit_hash", None)
         target = Target(model.to(device), tokenizer, name, commit)  # type: ignore[arg-type]
+        configured = getattr(target.text_config, "max_position_embeddings", None) or 0
+        if target.max_positions < configured:
+            print(
+                f"headway: {name} is used up to {target.max_positions} of its {configured} tokens: beyond that its rotary "
+                "angles depend on the longest row of a batch",
+                file=sys.stderr,
+            )
         if target.mode != "tree":
             print(f"headway: {name} runs in {target.mode} mode: {target.mode_reason}", file=sys.stderr)
         return target
@@ -149,11 +161,6 @@ class Target:
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
         return ()
-
-    @property
-    def max_positions(self) -> int:
-        """Longest context the model was configured for."""
-        return int(getattr(self.text_config, "max_position_embeddings", None) or 2**31)
 
     def new_cache(self, rows: int, capacity: int = 256) -> SlotCache:
         """Return an empty cache for `rows` rows."""
@@ -344,6 +351,24 @@ def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
         num_layers=config.num_hidden_layers,
         text_config=_plain_config(config),
     )
+
+
+def usable_positions(text_config: dict[str, Any]) -> int:
+    """Return the longest context of a target: what it is configured for, but with rotary angles that change with the
+    longest position of a batch (longrope, dynamic NTK), what it has before they change."""
+    configured = int(text_config.get("max_position_embeddings") or 2**31)
+    rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]  # one, or one for each layer type
+    if not any(kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic") for kind in kinds):
+        return configured
+    name = "original_max_position_embeddings"
+    sizes = [size for owner in (text_config, *kinds) if isinstance(size := owner.get(name), int)]
+    return min([configured, *sizes])
+
+
+def _attention_kinds(config: Any) -> set[str]:
+    """Return the words of a config's `attention_layers`, the way in which GPT-Neo says what its layers are."""
+    return {kind for kind in getattr(config, "attention_layers", None) or () if isinstance(kind, str)}
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:

@@ -29,25 +29,32 @@ from headway.inference.target import Target
 from headway.inference.tree import OFF, DynamicTree, Policy, Tree, chain, parse_policy
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+PLAIN_TOKENS = 16
 FILE = "tree.json"
 
 
 @dataclass
 class Recording:
-    """Of each round: the rank of every accepted node in the head's ranking, in path order, and how many of them were
-    first choices from the root on."""
+    """Of each round: the head's ranking of the tree, the depth of each node, the accepted path without its root, and how
+    many nodes of that were first choices from the root on."""
 
-    ranks: list[list[int]] = field(default_factory=list)
+    order: list[list[int]] = field(default_factory=list)
+    """Nodes, the best first."""
+    depths: list[list[int]] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
+    _ranks: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def observe(self, tree: Tree, paths: list[list[int]]) -> None:
         """Take one round; the callback of `generate`."""
         if tree.score_BN is None:  # a chain, on a target that takes no trees: its order is its ranking
-            rank_BN = [list(range(len(parents))) for parents in tree.parents]
+            self.order += [list(range(len(parents))) for parents in tree.parents]
         else:
-            rank_BN = tree.score_BN.argsort(dim=1, descending=True, stable=True).argsort(dim=1).tolist()
+            self.order += tree.score_BN.argsort(dim=1, descending=True, stable=True).tolist()
+        self.depths += tree.depth_BN.tolist()
+        self._ranks.clear()
         for b, path in enumerate(paths):
-            self.ranks.append([rank_BN[b][n] for n in path[1:]])
+            self.paths.append(path[1:])
             first = 0
             for parent, node in zip(path, path[1:], strict=False):
                 if node != tree.parents[b].index(parent):
@@ -57,8 +64,16 @@ class Recording:
 
     def accepted(self, nodes: int, depth: int) -> float:
         """Return the mean accepted nodes of the tree of the `nodes` best nodes (root included) down to `depth`."""
-        total = sum(sum(1 for r in ranks[:depth] if r < nodes) for ranks in self.ranks)
-        return total / max(1, len(self.ranks))
+        if depth not in self._ranks:
+            self._ranks[depth] = [self._ranks_down_to(depth, i) for i in range(len(self.paths))]
+        return sum(sum(r < nodes for r in ranks) for ranks in self._ranks[depth]) / max(1, len(self.paths))
+
+    def _ranks_down_to(self, depth: int, i: int) -> list[int]:
+        """Return the ranks of round i's accepted nodes among the nodes that a tree of this depth has."""
+        depths = self.depths[i]
+        among = [node for node in self.order[i] if depths[node] <= depth]
+        rank = {node: r for r, node in enumerate(among)}
+        return [rank[node] for node in self.paths[i] if depths[node] <= depth]
 
     def accepted_chain(self, depth: int) -> float:
         """Return the mean accepted nodes of a chain of `depth` first choices."""
@@ -100,12 +115,14 @@ def tune(
         on_progress(1, 0)
         if seconds is not None and perf_counter() - begin > seconds:
             break
+    without = Times()  # rounds without a head have their accepting and committing too
+    list(generate(target, [Request(prompts[0], Settings(max_new_tokens=PLAIN_TOKENS))], times=without))
     verify = measure_verify(target, context, repeats, head)
     tree_draft = {
         d: measure_draft(target, head, DynamicTree(d, top_k, wide.nodes), context, repeats) for d in range(1, depth + 1)
     }
     chain_draft = {d: measure_draft(target, head, chain(d), context, repeats) for d in range(1, depth + 1)}
-    rest = 1e3 * times.other / max(1, times.rounds)
+    rest, plain_rest = (1e3 * t.other / max(1, t.rounds) for t in (times, without))
     # Timed alone, a draft finds its weights in the processor's cache; between target passes it does not. The recording
     # run tells by how much that matters.
     cold = max(
@@ -113,7 +130,8 @@ def tune(
     )
     tree_draft = {d: cold * ms for d, ms in tree_draft.items()}
     chain_draft = {d: cold * ms for d, ms in chain_draft.items()}
-    rows = [_candidate(OFF, 0.0, verify[1])]
+    plain_ms = verify[1] + plain_rest
+    rows = [_candidate(OFF, 0.0, plain_ms)]
     for d in range(1, depth + 1):
         rows.append(_candidate(chain(d), recording.accepted_chain(d), _at(verify, d + 1) + chain_draft[d] + rest))
         for n in WIDTHS:
@@ -124,11 +142,12 @@ def tune(
     return {
         "policy": best["policy"],
         "expected_accepted_length": best["accepted_length"],
-        "expected_ratio_vs_plain": round(best["tokens_per_ms"] * verify[1], 3),
+        "expected_ratio_vs_plain": round(best["tokens_per_ms"] * plain_ms, 3),
         "verify_ms": verify,
         "draft_tree_ms": tree_draft,
         "draft_chain_ms": chain_draft,
-        "rounds_recorded": len(recording.ranks),
+        "plain_ms": plain_ms,
+        "rounds_recorded": len(recording.paths),
         "candidates": sorted(rows, key=lambda row: -row["tokens_per_ms"])[:12],
     }
 
@@ -153,7 +172,10 @@ def _at(cost: dict[int, float], n: int) -> float:
 
 @torch.inference_mode()
 def measure_verify(target: Target, context: int, repeats: int, head: Head | None = None) -> dict[int, float]:
-    """Return the median milliseconds of a target pass over N new tokens, for each of WIDTHS, after `context` tokens."""
+    """Return the median milliseconds of a target pass over N new tokens, for each of WIDTHS, after `context` tokens.
+
+    A pass is timed after another of its width, as rounds follow one another.
+    """
     cache = target.new_cache(1, context + max(WIDTHS) + 1)
     taps = head.config.taps if head is not None else ()
     _run(target, cache, context, taps)
@@ -161,6 +183,7 @@ def measure_verify(target: Target, context: int, repeats: int, head: Head | None
     seconds: dict[int, list[float]] = {n: [] for n in WIDTHS}
     for repeat in range(repeats + 1):
         for n in WIDTHS:  # widths in turn, so that a slow spell of the machine falls on all of them
+            _run(target, cache, n, taps)
             begin = perf_counter()
             _run(target, cache, n, taps)
             if repeat:

@@ -269,6 +269,7 @@ def test_eval_by_category(run: Run, tmp_path: Path) -> None:
     assert report["rows"][-1]["prompts"] == 3
     assert report["tree"] == "chain:3"
     assert json.loads((tmp_path / "e.json").read_text()) == report
+    assert json.loads(run(*argv, "--batch", "3")[1]) == report
     assert "accepted length" in run(*argv[:-1])[1]
 
 

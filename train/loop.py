@@ -180,6 +180,7 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
                 run.policy,
                 prompts,
                 max_new_tokens=config.eval_tokens,
+                batch_size=len(prompts),
                 stop=interrupted.is_set,
             )
             metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}

@@ -98,3 +98,11 @@ def test_what_does_not_fit_is_refused(fields, named):
     info = tiny.target(tiny.llama4("sdpa"), mode="tree").info
     with pytest.raises(HeadwayError, match=named):
         Config.for_target(info, **fields)
+
+
+def test_a_draft_layer_for_a_target_that_rotates_part_of_its_heads():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0}
+    rope |= {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "partial_rotary_factor": 0.75}
+    loaded = tiny.target(tiny.build(3, model_type="phi3", rope_parameters=rope), mode="tree")
+    head = Head(Config.for_target(loaded.info), loaded.frozen)
+    assert head.config.rope == {"rope_type": "default", "rope_theta": 1e4}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -12,7 +14,7 @@ from headway.heads.common.protocol import Head
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import StaticTree
+from headway.inference.tree import OFF, StaticTree
 from tests.inference.helpers import POLICIES, PROMPTS, answer, encode, hf_greedy, random_head
 from tests.tiny import build, llama4, llama12, qwen2_padded, target
 
@@ -191,3 +193,16 @@ def test_a_table_of_positions_is_not_overrun(family: str) -> None:
         result = answer(t, TEXT, head, policy, max_new_tokens=100)
         assert result.token_ids == hf_greedy(t.model, TEXT, 48 - len(TEXT))
         assert result.finish_reason == "context"
+
+
+def test_a_head_that_drafts_nothing_is_not_run(twelve: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = hf_greedy(twelve.model, encode(PROMPTS[0]), 12)
+    monkeypatch.setattr(type(head), "start", None)
+    monkeypatch.setattr(type(twelve), "_capture", no_taps)
+    assert answer(twelve, encode(PROMPTS[0]), head, OFF, max_new_tokens=12).token_ids == want
+
+
+@contextmanager
+def no_taps(target: Target, taps: Any) -> Iterator[list[Any]]:
+    assert not taps
+    yield []

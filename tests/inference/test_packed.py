@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from headway.inference import packed, target
+from headway.inference import attention, packed, target
 from headway.inference.packed import Packed, pack
 from tests.tiny import llama4
 
@@ -115,3 +117,34 @@ def test_changed_weights_are_packed_again() -> None:
     assert pack(layer) is not before
     with torch.no_grad(), pack(layer):
         torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, layer[0].weight, layer[0].bias))
+
+
+def test_a_module_made_in_inference_mode_is_packed_too() -> None:
+    with torch.inference_mode():
+        layer = torch.nn.Sequential(torch.nn.Linear(16, 8))
+    assert pack(layer) is pack(layer)
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(packed, "CONTAINER_LIMIT", limit)
+    whole = packed._total_memory()
+    limit.write_text("max\n")
+    assert packed._total_memory() == whole
+    limit.write_text("1048576\n")
+    assert packed._total_memory() == 1 << 20
+
+
+def test_attention_takes_a_kernel_that_swaps_axes_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the memory-efficient kernel of a GPU does."""
+    real = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+    mask = torch.zeros(2, 1, 5, 9)
+    want, _ = attention.grouped_attention(torch.nn.Module(), q, k, v, mask)
+
+    def swapped(*given: torch.Tensor, **named: object) -> torch.Tensor:
+        return real(*given, **named).transpose(1, 2).contiguous().transpose(1, 2)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", swapped)
+    got, _ = attention.grouped_attention(torch.nn.Module(), q, k, v, mask)
+    assert got.equal(want)

@@ -11,7 +11,7 @@ from torch import nn
 from headway.heads.common.errors import HeadwayError
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
-from headway.inference.target import Target
+from headway.inference.target import Target, usable_positions
 from tests.inference.helpers import POLICIES, PROMPTS, answer, encode, hf_greedy, random_head
 from tests.tiny import build, target
 
@@ -20,6 +20,11 @@ LESSER: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("plain", {"n_head": 4, "n_layer": 8}),
     "mamba": ("plain", {"state_size": 8}),
     "rwkv": ("plain", {"attention_hidden_size": 64}),
+    # A window over places in the cache: wrong for ragged rows and trees, in texts longer than the probe's.
+    "gpt_neo": (
+        "plain",
+        {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_hidden_layers": 4, "window_size": 8},
+    ),
 }
 
 
@@ -118,3 +123,58 @@ def test_names_of_their_own_are_known_by_the_common_ones(name: str) -> None:
     t = target(build(3, **{"model_type": name, **fields[name]}), mode="plain")
     assert t.info.text_config["num_attention_heads"] == 4
     assert t.info.text_config["hidden_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ({"max_position_embeddings": 512}, 512),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, 512),
+        ({"max_position_embeddings": 512, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 512),
+        (
+            {
+                "max_position_embeddings": 512,
+                "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 64},
+            },
+            64,
+        ),
+        (
+            {
+                "max_position_embeddings": 512,
+                "original_max_position_embeddings": 128,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0]},
+            },
+            128,
+        ),
+        (
+            {
+                "max_position_embeddings": 512,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default"},
+                    "full_attention": {"rope_type": "dynamic", "original_max_position_embeddings": 256},
+                },
+            },
+            256,
+        ),
+        ({}, 2**31),
+    ],
+)
+def test_the_context_ends_where_rotary_angles_would_change(text: dict[str, Any], size: int) -> None:
+    assert usable_positions(text) == size
+
+
+def test_a_longrope_target_ends_at_its_original_length() -> None:
+    """Past it every row would be given other angles than those its keys were written with."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 16.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0 + i for i in range(8)]}
+    t = target(build(3, model_type="phi3", rope_parameters=rope, original_max_position_embeddings=32))
+    assert t.mode == "tree"
+    assert t.max_positions == 32
+    settings = Settings(max_new_tokens=60, eos_ids=())
+    texts = ["Hello wo", "a", "The cat sat on the mat an"]
+    for head in (None, random_head("medusa", t)):
+        requests = [Request(encode(text), settings, id=text) for text in texts]
+        for result in generate(t, requests, head=head, batch_size=3):
+            want = hf_greedy(t.model, encode(result.id), 32 - len(result.id))
+            assert result.token_ids == want
+            assert result.finish_reason == "length"

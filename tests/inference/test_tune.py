@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Head
 from headway.inference import tune as tuning
-from headway.inference.tree import Tree
+from headway.inference.generate import Request, generate
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+from headway.inference.tree import DynamicTree, Tree
 from headway.inference.tune import Recording, load_policy, save_policy, tune
 from tests.inference.helpers import PROMPTS, encode, random_head
 from tests.tiny import llama4, target
@@ -25,6 +29,54 @@ def test_a_recording_prices_smaller_trees() -> None:
     assert recording.accepted(nodes=4, depth=1) == pytest.approx((1 + 1 + 0) / 3)
     assert recording.accepted(nodes=3, depth=2) == pytest.approx((1 + 1 + 0) / 3)
     assert recording.accepted(nodes=2, depth=2) == pytest.approx((0 + 1 + 0) / 3)
+    # Of depth 1 there are two nodes: the deeper one takes no place from them.
+    assert recording.accepted(nodes=3, depth=1) == pytest.approx((1 + 1 + 0) / 3)
+    assert recording.accepted(nodes=2, depth=1) == pytest.approx((0 + 1 + 0) / 3)
+    deep = Tree.from_parents(torch.tensor([[5, 6, 7, 8]]), [[-1, 0, 0, 1]])
+    deep.score_BN = torch.tensor([[0.0, -1.0, -3.0, -2.0]])  # the second choice stands behind the first one's child
+    recording = Recording()
+    recording.observe(deep, [[0, 2]])
+    assert recording.accepted(nodes=3, depth=2) == 0
+    assert recording.accepted(nodes=3, depth=1) == 1
+
+
+def first_tree(loaded: Target, head: Head, policy: DynamicTree) -> Tree:
+    trees: list[Tree] = []
+    request = Request(encode(PROMPTS[0]), Settings(max_new_tokens=2))
+    list(generate(loaded, [request], head=head, policy=policy, observe=lambda tree, paths: trees.append(tree)))
+    return trees[0]
+
+
+def paths_of(tree: Tree) -> list[list[int]]:
+    """Return the nodes from the root to each node."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(tree.parents[0]):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    return paths
+
+
+def test_a_recording_knows_which_nodes_a_smaller_tree_has() -> None:
+    loaded = target(llama4())
+    head = random_head("eagle3", loaded)
+    wide = first_tree(loaded, head, DynamicTree(depth=3, top_k=4, nodes=200))
+    token = wide.token_BN[0].tolist()
+    for depth in (1, 2, 3):
+        for nodes in (2, 3, 5, 8):
+            small = first_tree(loaded, head, DynamicTree(depth=depth, top_k=4, nodes=nodes))
+            drafted = {tuple(small.token_BN[0, path].tolist()) for path in paths_of(small)}
+            for path in paths_of(wide):
+                recording = Recording()
+                recording.observe(wide, [path])
+                inside = sum(tuple(token[n] for n in path[: m + 1]) in drafted for m in range(1, len(path)))
+                assert recording.accepted(nodes, depth) == inside, (depth, nodes, path)
+
+
+def test_recorded_chains_of_the_first_choices() -> None:
+    tree = Tree.from_parents(torch.tensor([[5, 6, 7, 8]]), [[-1, 0, 0, 1]])
+    tree.score_BN = torch.tensor([[0.0, -2.0, -1.0, -3.0]])
+    recording = Recording()
+    for path in ([0, 1, 3], [0, 2], [0]):
+        recording.observe(tree, [path])
     assert recording.accepted_chain(2) == pytest.approx((2 + 0 + 0) / 3)
 
 
