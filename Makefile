@@ -5,10 +5,12 @@
 #   PIP_TORCH_ARGS=...            more for that pip, such as --index-url of a PyTorch build
 #   PYTEST_ARGS='-k checkpoint'   passed on by `make test`
 #   MINUTES=90                    the demo's budget: more minutes train better heads
+#   OUT=runs/demo90               the demo's folder; one budget, one folder
 
 PYTHON ?= python3
 VENV ?= .venv
 MINUTES ?= 25
+OUT ?= runs/demo
 PYTEST_ARGS ?=
 
 # On Linux without a GPU one exact version is asked for, so that a CPU build that pip can find is taken; a plain torch
@@ -47,7 +49,7 @@ quality: $(OK)
 	$(BIN)/mypy
 
 demo: $(OK)
-	$(BIN)/python -m headway demo --minutes $(MINUTES)
+	$(BIN)/python -m headway demo --minutes $(MINUTES) --out $(OUT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -62,7 +62,7 @@ def distill(
     ):
         _check_known(writer, rows, turns)
         left = sum(map(len, turns)) - len(writer.done)
-        progress = Progress("distil: answers", left, seconds=seconds, show=show)
+        progress = Progress("distill: answers", left, seconds=seconds, show=show)
         queue = _Queue(target, writer, rows, turns, settings)
         try:
             for turn in range(max(map(len, turns), default=0)):

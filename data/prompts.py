@@ -110,7 +110,7 @@ def _row(raw: Any, line: int, answers: bool, repairs: list[str]) -> Row:
     row_id = f"line{line}" if given is None else _encodable(str(given))
     if isinstance(raw.get("text"), str) and not any(k in raw for k in ("messages", "conversations", "turns", "prompt")):
         if not answers:
-            raise RowError("already rendered text (only convert uses it)")
+            raise RowError("already rendered text (`headway convert` takes it)")
         if not raw["text"].strip():
             raise RowError("blank text")
         return Row(row_id, text=_encodable(raw["text"]))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="headway",
-    help="Train Medusa and EAGLE heads on a frozen language model, and decode with them.",
+    help="Train Medusa and EAGLE-3 heads on a frozen language model, and decode with them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,7 +41,8 @@ TreeOption = Annotated[
     str | None,
     typer.Option(
         "--tree",
-        help="off, chain:4, dynamic:depth=4,top_k=4,nodes=12, static:0/1/0.0, or auto (the head's tree.json, else chain:3).",
+        help="off, chain:4, dynamic:depth=4,top_k=4,nodes=12, static:0/1/0.0, or auto: what `headway tune` "
+        "found for the head on this device and dtype, else chain:3.",
     ),
 ]
 PromptsOption = Annotated[
@@ -54,7 +55,7 @@ TopKOption = Annotated[int, typer.Option("--top-k", help="0 is off.")]
 MinPOption = Annotated[float, typer.Option("--min-p", help="0 is off.")]
 SeedOption = Annotated[int, typer.Option(help="Names the noise of sampling.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Prompts answered together.")]
+BatchOption = Annotated[int, typer.Option("--batch-size", "--batch", min=1, help="Prompts answered together.")]
 TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="Jinja file, in place of the tokenizer's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -267,6 +268,8 @@ def bench_command(
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
+    if policy is not None and not head:
+        raise HeadwayError(f"--tree {tree} has no head to grow it; give --head")
     if plot and out is None:
         raise HeadwayError("--plot draws beside the report; give --out report.json")
     if throughput and (head or plot):
@@ -281,7 +284,7 @@ def bench_command(
     sources = [inputs.head_source(h) for given in head or [] for h in given.split(",") if h]
     for source in sources:
         inputs.check_head(source, info)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
     heads = {
         name: (load_head(source, loaded), policy if policy is not None else inputs.saved_tree(source, loaded))
         for name, source in inputs.head_names(sources).items()
@@ -353,7 +356,7 @@ def eval_command(
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
     source = inputs.head_source(head)
     inputs.check_head(source, info)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
     loaded_head = load_head(source, loaded)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     check_policy(policy, loaded_head.max_depth)
@@ -516,6 +519,112 @@ def prompts_command(
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
     openers = tuple(opener or ("",))
     write_prompts(loaded, out, count, settings=settings, openers=openers, batch_size=batch_size, seconds=seconds)
+
+
+@command("convert")
+def convert_command(
+    target: TargetOption,
+    prompts: Annotated[
+        str, typer.Option("--prompts", "-p", help="Rows that hold answers: .jsonl, .json, .parquet, hub id.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the dialogs; one begun alike is continued.")],
+    split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
+    limit: LimitOption = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Cut dialogs to so many tokens; cuts are counted.")
+    ] = None,
+    chat_template: TemplateOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Make dialogs of conversations that hold their answers already; nothing is generated, no weights are read."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.data.convert import convert
+    from headway.data.prompts import read_rows
+    from headway.inference.target import load_info, load_tokenizer
+
+    inputs.quiet()
+    inputs.check_folder(out)
+    rows, report = read_rows(prompts, split=split, limit=limit, answers=True)
+    print(report, file=sys.stderr)
+    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    if chat_template is not None:
+        use_template(tokenizer, chat_template)
+    counts = convert(tokenizer, rows, out, target=info, max_length=max_length, source=prompts)
+    print(f"{out}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}", file=sys.stderr)
+
+
+@command("tune")
+def tune_command(
+    target: TargetOption,
+    head: Annotated[str, typer.Option(help="Head folder or run folder; the tree is kept in it.")],
+    prompts: PromptsOption,
+    limit: Annotated[int, typer.Option(min=1, help="Use the first N rows of each prompts file.")] = 12,
+    max_new_tokens: NewTokensOption = 64,
+    minutes: Annotated[float | None, typer.Option(help="Begin no calibration answer after so long.")] = None,
+    chat_template: TemplateOption = None,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine, and choose the tree that makes a head fastest on it; `--tree auto` uses it from then on."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.data.progress import Progress
+    from headway.heads.common.checkpoint import load_head
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_info, load_tokenizer
+    from headway.inference.tune import save_policy, tune
+
+    inputs.quiet()
+    dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
+    Settings(max_new_tokens=max_new_tokens)
+    source = inputs.head_source(head)
+    if not Path(source).is_dir():
+        raise HeadwayError(f"no folder {head!r}; the tree is kept beside the head, give a local one")
+    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    use_template(tokenizer, chat_template)
+    inputs.check_head(source, info)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    progress = Progress("tune: answers", len(chosen), seconds=seconds)
+    report = tune(
+        loaded,
+        load_head(source, loaded),
+        [ids for _, _, ids in chosen],
+        max_new_tokens=max_new_tokens,
+        seconds=seconds,
+        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+    )
+    save_policy(source, loaded, report)
+    progress.close(f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {device}, {loaded.dtype}")
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        _show_tuning(report)
+
+
+def _show_tuning(report: dict[str, Any]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    if "candidates" not in report:
+        print(f"{report['policy']}: {report['reason']}")
+        return
+    costs = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="milliseconds of a target pass, by tokens in it")
+    for tokens in report["verify_ms"]:
+        costs.add_column(str(tokens), justify="right")
+    costs.add_row(*(f"{ms:.0f}" for ms in report["verify_ms"].values()))
+    best = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="expected of the best trees")
+    for title in ("tree", "accepted", "round ms", "x plain"):
+        best.add_column(title, justify="left" if title == "tree" else "right", no_wrap=True)
+    for row in report["candidates"][:6]:
+        ratio = row["tokens_per_ms"] * report["plain_ms"]
+        best.add_row(row["policy"], f"{row['accepted_length']:.2f}", f"{row['round_ms']:.1f}", f"{ratio:.2f}")
+    for table in (costs, best):
+        Console().print(table)
 
 
 @command("train", context_settings={"ignore_unknown_options": True})

@@ -336,6 +336,7 @@ class _Tally:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tree": self.tree,
+            "lossy": self.tree is not None and settings.accept == "typical",
         }
         if compared:
             row["different"] = [
@@ -495,7 +496,8 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
         same = "-" if row["identical"] is None else f"{row['identical']:.0%}"
         cells = [f"{row[key]:.2f}" for key in ("ratio_vs_transformers", "ratio_vs_plain", "accepted_length")]
         token_ms = "-" if row["itl_ms"] is None else f"{row['itl_ms']:.1f}"
-        table.add_row(row["name"], f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", token_ms)
+        name = f"{row['name']} (lossy)" if row["lossy"] else row["name"]
+        table.add_row(name, f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", token_ms)
     console.print(table)
     if len(report["prompts"]["categories"]) > 1:
         console.print(_category_table(report))

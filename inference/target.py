@@ -290,8 +290,8 @@ class Target:
 
 
 @functools.cache
-def fast_dtype(device: str, tokens: int = FEW_TOKENS) -> str:
-    """Return the dtype in which passes of that many tokens are fast on the device.
+def fast_dtype(device: str, tokens: int = FEW_TOKENS, training: bool = False) -> str:
+    """Return the dtype in which passes of that many tokens, or with `training` steps, are fast on the device.
 
     On a CPU both are timed on one large layer, in well under a second, because no list of instructions tells: without
     bfloat16 instructions one token is cheaper in bfloat16, as fewer bytes are read, but eight cost twice as much as in
@@ -301,9 +301,11 @@ def fast_dtype(device: str, tokens: int = FEW_TOKENS) -> str:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     if not device.startswith("cpu"):
         return "float32"
-    seconds = {dtype: _layer_seconds(dtype, tokens) for dtype in (torch.float32, torch.bfloat16)}
-    # A tie goes to bfloat16, which takes half the memory.
-    return "bfloat16" if seconds[torch.bfloat16] < 1.1 * seconds[torch.float32] else "float32"
+    measure = _step_seconds if training else _layer_seconds
+    seconds = {dtype: measure(dtype, tokens) for dtype in (torch.float32, torch.bfloat16)}
+    # Of passes a tie goes to bfloat16, which takes half the memory; of steps to float32, whose weights are kept anyway.
+    share = 0.9 if training else 1.1
+    return "bfloat16" if seconds[torch.bfloat16] < share * seconds[torch.float32] else "float32"
 
 
 @torch.inference_mode()
@@ -317,6 +319,20 @@ def _layer_seconds(dtype: torch.dtype, tokens: int) -> float:
             begin = perf_counter()
             layer(x_MD)
             seconds.append(perf_counter() - begin)
+    return min(seconds)
+
+
+def _step_seconds(dtype: torch.dtype, tokens: int) -> float:
+    """Return the least seconds of a few products of `tokens` rows with a layer, and their gradients, as a step has them."""
+    layer = nn.Linear(1024, 4096, bias=False)
+    x_MD = torch.randn(tokens, 1024, requires_grad=True)
+    seconds = []
+    for _ in range(4):
+        begin = perf_counter()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            out = layer(x_MD)
+        out.backward(torch.ones_like(out))
+        seconds.append(perf_counter() - begin)
     return min(seconds)
 
 

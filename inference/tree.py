@@ -90,7 +90,9 @@ class StaticTree:
         """Return the short text that `parse_policy` takes."""
         if not self.paths:
             return "off"
-        return f"chain:{self.depth}" if self.is_chain else f"static:{self.nodes} nodes, depth {self.depth}"
+        if self.is_chain:
+            return f"chain:{self.depth}"
+        return "static:" + "/".join(".".join(map(str, path)) for path in self.paths)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 import tests.tiny as tiny
 from headway import __version__
 from headway.cli import main
+from headway.data.dialogs import read_dialogs
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.protocol import find_family
 from headway.inference.generate import plain
@@ -169,6 +170,7 @@ BAD = {
     "bench: out": ([*BENCH, "--prompts", "prompts.jsonl", "--out", "empty.jsonl/r.json"], "cannot write"),
     "bench: plot": ([*BENCH, "--prompts", "prompts.jsonl", "--plot"], "give --out"),
     "bench: no new tokens": (["bench", "-t", "target", "-p", "prompts.jsonl", "-n", "0"], "max_new_tokens is 0"),
+    "bench: tree alone": ([*BENCH, "--prompts", "prompts.jsonl", "--tree", "chain:2"], "give --head"),
     "bench: deep tree": (
         [*BENCH, "--prompts", "prompts.jsonl", "--head", "medusa", "--tree", "chain:5"],
         "the head drafts 2 tokens",
@@ -180,6 +182,15 @@ BAD = {
         ["distill", "-t", "target", "-p", "prompts.jsonl", "--out", "d", "--top-p", "0"],
         "top_p is 0.0",
     ),
+    "distill: minutes": (
+        ["distill", "-t", "target", "-p", "prompts.jsonl", "--out", "d", "--minutes", "nan"],
+        "--minutes is nan",
+    ),
+    "demo: minutes": (["demo", "--minutes", "inf", "--out", "d"], "--minutes is inf"),
+    "generate: not UTF-8": ([*GENERATE, "--prompt", "a\udcff"], "not UTF-8"),
+    "convert: no answers": (["convert", "-t", "target", "-p", "prompts.jsonl", "--out", "d"], "no answer"),
+    "tune: no head": (["tune", "-t", "target", "--head", "nobody/none", "-p", "prompts.jsonl"], "give a local one"),
+    "tune: other target": (["tune", "-t", "other", "--head", "eagle3", "-p", "prompts.jsonl"], "other has"),
     "prompts: greedy": (["prompts", "-t", "target", "--count", "3", "--out", "p", "--temperature", "0"], "same prompt"),
     "train: no recipe": (["train", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
     "push: id": (["push", "medusa", "name"], "give user/name"),
@@ -211,11 +222,15 @@ def test_a_truncated_head_is_refused_by_name(run: Run, folder: Path, tmp_path: P
         assert "damaged or truncated" in err
 
 
-def test_a_target_without_chat_template(run: Run, folder: Path, tmp_path: Path) -> None:
+def test_a_target_without_chat_template(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(folder / "target", tmp_path / "base")
     (tmp_path / "base" / "chat_template.jinja").unlink()
     ask = ("generate", "-t", str(tmp_path / "base"), "--prompt", "Hi", "-n", "4", "--json")
-    code, _, err = run(*ask)
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "load", None)  # it is refused before any weights are read
+        code, _, err = run(*ask)
     assert code == 2
     assert "--raw" in err
     template = tmp_path / "chat.jinja"
@@ -271,6 +286,44 @@ def test_eval_by_category(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "e.json").read_text()) == report
     assert json.loads(run(*argv, "--batch", "3")[1]) == report
     assert "accepted length" in run(*argv[:-1])[1]
+
+
+def test_tune_keeps_the_tree_that_auto_then_uses(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "medusa", tmp_path / "medusa")
+    argv = [
+        "tune",
+        "-t",
+        "target",
+        "--head",
+        str(tmp_path / "medusa"),
+        "-p",
+        "prompts.jsonl",
+        "--limit",
+        "1",
+        "-n",
+        "4",
+    ]
+    code, out, err = run(*argv)
+    assert code == 0
+    assert "expected of the best trees" in out
+    assert "tree.json" in err
+    kept = json.loads((tmp_path / "medusa" / "tree.json").read_text())["cpu float32"]
+    report = json.loads(
+        run("eval", "-t", "target", "--head", str(tmp_path / "medusa"), "-p", "prompts.jsonl", "-n", "4", "--json")[1]
+    )
+    assert report["tree"] == kept["policy"]
+    assert json.loads(run(*argv, "--json")[1])["policy"]
+
+
+def test_convert(run: Run, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    rows = [{"id": "a", "messages": said}, {"id": "b", "messages": said[:1]}]
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = run("convert", "-t", "target", "-p", str(tmp_path / "said.jsonl"), "--out", str(tmp_path / "d"))
+    assert code == 0
+    assert "1 dialogs" in err
+    assert "no answer" in err  # the other row is counted
+    assert [dialog.id for dialog in read_dialogs(tmp_path / "d")] == ["a"]
 
 
 def test_info(run: Run) -> None:

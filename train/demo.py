@@ -27,6 +27,7 @@ from headway.data.recorded import usual_taps
 from headway.heads.common.checkpoint import load_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
+from headway.inference.bench import bench, print_report, require_matplotlib, save_plot, save_report
 from headway.inference.embedded import smollm2
 from headway.inference.sampling import Settings
 from headway.inference.target import Target, fast_dtype
@@ -48,6 +49,7 @@ OPENERS = ("", "Complete this Python function.\n\n```python\ndef", "", "How many
 """Half of the prompts are left to the target, half are steered to code and sums: what the bench asks for is among what
 the heads learn from, though none of its prompts is."""
 BATCH_ROWS = 128
+BATCH_TOKENS = 512
 BENCH_TOKENS = 80
 BENCH_PROMPTS = 8
 """Of each set, in turn, as far as the time allows."""
@@ -60,18 +62,25 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     """
     if not 0 < minutes < math.inf:
         raise HeadwayError(f"minutes is {minutes}; give a finite number above 0 (25 is what the README shows)")
+    require_matplotlib()  # at the end is the wrong time to miss it
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     begin = perf_counter()
     seconds = {name: share * 60 * minutes for name, share in SHARES.items()}
     stages = _Stages(folder / "stages.json")
+    before = stages.keep("minutes", lambda: minutes)
+    if before != minutes:
+        raise HeadwayError(
+            f"{folder} holds a demo of {before:g} minutes; continue it with --minutes {before:g}, or give another --out "
+            f"for one of {minutes:g} (make demo MINUTES={minutes:g} OUT=...)"
+        )
 
     source = smollm2() if model is None else model
-    dtype, decode_dtype = stages.keep("dtypes", lambda: [fast_dtype("cpu", BATCH_ROWS), fast_dtype("cpu")])
+    dtype, step_dtype, decode_dtype = stages.keep("dtypes", _time_dtypes)
     target = Target.load(source, dtype=dtype)
     _say(
-        f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads; {dtype} to write and train, "
-        f"{decode_dtype} to decode, as timed here"
+        f"target {target.info.name}: {target.mode} mode, {torch.get_num_threads()} threads; {dtype} to write, {step_dtype} "
+        f"to train, {decode_dtype} to decode, as timed here"
     )
 
     prompts = folder / "prompts.jsonl"
@@ -105,10 +114,11 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
                 "dialogs": str(folder / "dialogs"),
                 "out": str(folder / name),
                 "dtype": dtype,
+                "autocast": step_dtype == "bfloat16",
                 "supervise": "all",
                 "max_seconds": seconds[name],
                 "lr": 1e-3,
-                "tokens_per_batch": 512,
+                "tokens_per_batch": BATCH_TOKENS,
                 "head": HEADS[name],
                 "eval_prompts": 4,
                 "eval_tokens": 48,
@@ -128,6 +138,11 @@ def main(minutes: float = 25.0, out: str | Path = "runs/demo", model: str | Path
     result = _bench(target, heads, folder, seconds["bench"])
     _say(f"done in {(perf_counter() - begin) / 60:.1f} minutes; heads, report and plot are in {folder}")
     return result
+
+
+def _time_dtypes() -> list[str]:
+    """Return the dtypes to write, to train and to decode in."""
+    return [fast_dtype("cpu", BATCH_ROWS), fast_dtype("cpu", BATCH_TOKENS, training=True), fast_dtype("cpu")]
 
 
 def _tune(target: Target, head: Head, prompts: list[list[int]], folder: Path, seconds: float) -> None:
@@ -153,8 +168,6 @@ def _held_out_prompts(folder: Path) -> list[list[int]]:
 
 def _bench(target: Target, heads: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
     """Bench both heads on the shipped HumanEval and GSM8K prompts; print the table, keep report and plot."""
-    from headway.inference.bench import bench, print_report, save_plot, save_report
-
     prompts = _bench_prompts(target)
     _say(f"6/6 bench: up to {len(prompts)} prompts of HumanEval and GSM8K, {BENCH_TOKENS} tokens each")
     policies = {name: (head, load_policy(folder / name / "head", target.dtype)) for name, head in heads.items()}

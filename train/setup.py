@@ -190,7 +190,7 @@ def same_dtype(config: TrainConfig, accelerator: Accelerator, saved: dict[str, A
 
     dtype = (saved or {}).get("dtype")
     if dtype is None and accelerator.is_main_process:
-        dtype = fast_dtype(str(accelerator.device), config.tokens_per_batch)
+        dtype = fast_dtype(str(accelerator.device), config.tokens_per_batch, training=True)
     [dtype] = broadcast_object_list([dtype])
     return str(dtype)
 

@@ -16,7 +16,7 @@ tags:
 # {family} head for {target}
 
 A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance
-the output is the target's own.
+the output is the target's own: token for token in float32, up to ties of rounding in bfloat16.
 
 | | |
 |---|---|
@@ -47,9 +47,11 @@ headway generate --target {target} --head FOLDER_OR_HUB_ID --prompt "Why is the 
 ```python
 from headway import Request, Settings, Target, generate, load_head
 
-target = Target.load("{target}", dtype="bfloat16")
+target = Target.load("{target}", dtype="float32")
 head = load_head("FOLDER_OR_HUB_ID", target)
-ids = target.tokenizer("Why is the sky blue?").input_ids
+messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
+text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+ids = target.tokenizer(text, add_special_tokens=False).input_ids
 for result in generate(target, [Request(ids, Settings(max_new_tokens=128))], head=head):
     print(target.tokenizer.decode(result.token_ids), result.accepted_length)
 ```

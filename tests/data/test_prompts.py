@@ -172,3 +172,12 @@ def test_nothing_usable(tmp_path: Path, content: str) -> None:
     with pytest.raises(HeadwayError, match="no usable rows") as error:
         read_rows(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_an_answer_that_was_cut_is_known_from_its_finish_reason(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}]
+    rows = [{"messages": said, "finish_reason": reason} for reason in ("length", "stop")]
+    rows += [{"prompt": "Hi", "response": "Hel", "finish_reason": "length"}, {"messages": said}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.cut for row in read_rows(str(path), answers=True)[0]] == [True, False, True, False]

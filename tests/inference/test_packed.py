@@ -101,7 +101,18 @@ def test_the_fast_dtype_is_the_one_that_was_timed_faster(monkeypatch: pytest.Mon
     target.fast_dtype.cache_clear()
 
 
+def test_a_step_is_timed_as_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {torch.float32: 1.0, torch.bfloat16: 1.0}
+    monkeypatch.setattr(target, "_step_seconds", lambda dtype, tokens: seconds[dtype])
+    monkeypatch.setattr(target, "_layer_seconds", lambda dtype, tokens: seconds[dtype])
+    target.fast_dtype.cache_clear()
+    assert target.fast_dtype("cpu", 512) == "bfloat16"  # a tie
+    assert target.fast_dtype("cpu", 512, training=True) == "float32"
+    target.fast_dtype.cache_clear()
+
+
 def test_the_dtypes_are_timed_for_real() -> None:
+    assert all(target._step_seconds(dtype, 2) > 0 for dtype in (torch.float32, torch.bfloat16))
     assert all(target._layer_seconds(dtype, 2) > 0 for dtype in (torch.float32, torch.bfloat16))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import families
 from headway.train.config import load_recipe, make_config
 
 LEAST: dict[str, Any] = {"family": "medusa", "target": "t", "dialogs": "d", "out": "o", "max_steps": 3}
@@ -42,7 +43,7 @@ def test_a_recipe_and_what_the_command_line_changes(tmp_path: Path) -> None:
         ({"betas": [0.9]}, "betas is [0.9] (list); it must be a list of a number, a number"),
         ({"head.num_heads": "four"}, "head.num_heads is 'four' (str); it must be a whole number"),
         ({"head.lm_head": "mine"}, "head.lm_head is 'mine' (str); it must be one of own, shared, draft"),
-        ({"family": "medusae"}, "unknown family 'medusae'; there are eagle3, medusa"),
+        ({"family": "medusae"}, f"unknown family 'medusae'; there are {', '.join(families())}"),
         ({"max_steps": None}, "give epochs, max_steps or max_seconds"),
         ({"max_steps": 0}, "max_steps is 0; give a finite number above 0"),
         ({"grad_accum": 0}, "grad_accum is 0; give a finite number of 1 or more"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -38,6 +39,16 @@ def test_the_demo_runs_and_is_not_run_twice(model, tmp_path, monkeypatch, capsys
     demo.main(0.5, tmp_path, model=model)
     assert json.loads((tmp_path / "stages.json").read_text()) == done
     assert "done before" in capsys.readouterr().out
+    with pytest.raises(HeadwayError, match=r"a demo of 0\.5 minutes.*--out"):
+        demo.main(2, tmp_path, model=model)
+
+
+def test_a_missing_plotter_is_said_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "smollm2", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(HeadwayError, match=r"headway\[plot\]"):
+        demo.main(1, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_time_is_refused(tmp_path):

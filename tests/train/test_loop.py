@@ -268,11 +268,13 @@ def test_a_run_goes_on_with_its_dtype_and_its_number_of_processes(
     save_target(tiny, tmp_path / "tiny")
     config = recipe(dtype="auto", target=str(tmp_path / "tiny"))
     timed = []
-    monkeypatch.setattr(target_module, "fast_dtype", lambda *given: timed.append(given) or "float32")
+    monkeypatch.setattr(
+        target_module, "fast_dtype", lambda *given, training: timed.append((*given, training)) or "float32"
+    )
     train(config)
-    assert timed == [("cpu", config.tokens_per_batch)]
+    assert timed == [("cpu", config.tokens_per_batch, True)]
     shutil.rmtree(Path(config.out) / "head")
-    monkeypatch.setattr(target_module, "fast_dtype", lambda *given: "bfloat16")
+    monkeypatch.setattr(target_module, "fast_dtype", lambda *given, training: "bfloat16")
     train(config)
     assert read_config(config.out + "/head")["dtype"] == "float32"
     run = json.loads((Path(config.out) / "run.json").read_text())
