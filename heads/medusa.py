@@ -81,6 +81,8 @@ class Head(BaseHead):
             nn.Sequential(*(ResidualBlock(D) for _ in range(config.num_layers))) for _ in range(config.num_heads)
         )
         size = {"own": config.vocab_size, "draft": config.draft_vocab_size, "shared": 0}[config.lm_head]
+        if config.lm_head == "shared":
+            _require_plain_product(frozen)
         if size:
             self.lm_heads = nn.ModuleList(nn.Linear(D, size, bias=False) for _ in range(config.num_heads))
         if config.lm_head == "draft":
@@ -142,3 +144,15 @@ class Head(BaseHead):
     def join_rows(self, state: Tensor, other: Tensor) -> Tensor:
         """Return both sets of rows."""
         return torch.cat([state, other])
+
+
+@torch.no_grad()
+def _require_plain_product(frozen: Frozen) -> None:
+    """Raise HeadwayError for a target that scales or caps what its LM head gives: training sees the product alone."""
+    weight = frozen.lm_head_weight()
+    x = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
+    want, got = nn.functional.linear(x, weight).float(), frozen.logits(x).float()
+    if float((want - got).norm()) > 0.02 * float(want.norm()):
+        raise HeadwayError(
+            f"head.lm_head is shared, but {frozen.info.name} scales, caps or shifts what its LM head gives; use draft or own"
+        )

@@ -56,6 +56,9 @@ MinPOption = Annotated[float, typer.Option("--min-p", help="0 is off.")]
 SeedOption = Annotated[int, typer.Option(help="Names the noise of sampling.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")]
 BatchOption = Annotated[int, typer.Option("--batch-size", "--batch", min=1, help="Prompts answered together.")]
+OtherOption = Annotated[
+    bool, typer.Option("--other-target", help="Use the head though it was trained for a target of another name.")
+]
 TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="Jinja file, in place of the tokenizer's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -128,6 +131,7 @@ def generate_command(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the bare text, without the chat template.")] = False,
     chat_template: TemplateOption = None,
+    other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
@@ -169,7 +173,7 @@ def generate_command(
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
     loaded_head = None
     if source is not None:
-        loaded_head = load_head(source, loaded)
+        loaded_head = load_head(source, loaded, other_target=other_target)
         policy = policy if policy is not None else inputs.saved_tree(source, loaded)
     _answer(loaded, ids, settings, loaded_head, policy, as_json)
 
@@ -250,6 +254,7 @@ def bench_command(
     out: Annotated[Path | None, typer.Option(help="JSON report to write.")] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw a PNG beside the report.")] = False,
     chat_template: TemplateOption = None,
+    other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
@@ -286,7 +291,10 @@ def bench_command(
         inputs.check_head(source, info)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
     heads = {
-        name: (load_head(source, loaded), policy if policy is not None else inputs.saved_tree(source, loaded))
+        name: (
+            load_head(source, loaded, other_target=other_target),
+            policy if policy is not None else inputs.saved_tree(source, loaded),
+        )
         for name, source in inputs.head_names(sources).items()
     }
     said = shlex.join(["headway", *sys.argv[1:]])
@@ -319,6 +327,8 @@ def bench_command(
             picture = out.with_suffix(".png")
             measure.save_plot(report, picture)
             print(f"headway: wrote {picture}", file=sys.stderr)
+    if report["prompts"]["interrupted"]:
+        raise KeyboardInterrupt
 
 
 @command("eval")
@@ -332,6 +342,7 @@ def eval_command(
     tree: TreeOption = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     chat_template: TemplateOption = None,
+    other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
@@ -357,7 +368,7 @@ def eval_command(
     source = inputs.head_source(head)
     inputs.check_head(source, info)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
-    loaded_head = load_head(source, loaded)
+    loaded_head = load_head(source, loaded, other_target=other_target)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     check_policy(policy, loaded_head.max_depth)
     rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch)
@@ -563,6 +574,7 @@ def tune_command(
     max_new_tokens: NewTokensOption = 64,
     minutes: Annotated[float | None, typer.Option(help="Begin no calibration answer after so long.")] = None,
     chat_template: TemplateOption = None,
+    other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
@@ -591,7 +603,7 @@ def tune_command(
     progress = Progress("tune: answers", len(chosen), seconds=seconds)
     report = tune(
         loaded,
-        load_head(source, loaded),
+        load_head(source, loaded, other_target=other_target),
         [ids for _, _, ids in chosen],
         max_new_tokens=max_new_tokens,
         seconds=seconds,

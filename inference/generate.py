@@ -90,10 +90,8 @@ def plain(target: Target, prompt_ids: list[int], settings: Settings, key: int = 
     ids = torch.tensor([prompt_ids], device=target.device)
     cache: Any = None
     while True:
-        kwargs = {} if cache is None else {target.cache_kwarg: cache}
-        out = target.model(input_ids=ids, use_cache=True, logits_to_keep=1, **kwargs)
-        cache = getattr(out, target.cache_kwarg, None)
-        score = process(out.logits[0, -1], settings, row.history)
+        logits_BV, cache = target.own_step(ids, cache)
+        score = process(logits_BV[0], settings, row.history)
         row.emit([choose(score, settings, key, len(row.history))])
         if row.finish_reason:
             return row.emitted

@@ -63,12 +63,13 @@ def _own_noise(target: Target) -> float:
     """Return how far the model's cached step and its full forward differ: what its dtype cannot resolve."""
     ids = _ids(target, 9)
     want = torch.stack([_truth(target, ids[: n + 1]) for n in range(5, 9)])
-    out = target.model(input_ids=torch.tensor([ids[:5]], device=target.device), use_cache=True)
+    _, cache = target.own_step(torch.tensor([ids[:5]], device=target.device))
+    if cache is None:
+        raise ValueError("the model hands out no cache")
     got = []
     for n in range(5, 9):
-        step = {target.cache_kwarg: getattr(out, target.cache_kwarg)}
-        out = target.model(input_ids=torch.tensor([[ids[n]]], device=target.device), use_cache=True, **step)
-        got.append(out.logits[0, -1].float())
+        logits_BV, cache = target.own_step(torch.tensor([[ids[n]]], device=target.device), cache)
+        got.append(logits_BV[0].float())
     return float(_relative(torch.stack(got), want).max())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -115,8 +117,8 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, revision=revision, trust_remote_code=trust_remote_code, **extra
             )
-        except (OSError, ValueError, ImportError) as e:
-            first = str(e).strip().splitlines()[0]
+        except (OSError, ValueError, ImportError, SafetensorError) as e:
+            first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise HeadwayError(
                 f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
             ) from e
@@ -198,6 +200,13 @@ class Target:
                 **kwargs,
             )
         return Output(out.logits, torch.cat(captured, dim=-1) if taps else None)
+
+    def own_step(self, token_BN: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Run the stock model on its own cache; return the logits of the last token [B, V] and the cache, None where the
+        model hands out none."""
+        kwargs = {} if cache is None else {self.cache_kwarg: cache}
+        out = self.model(input_ids=token_BN, use_cache=True, logits_to_keep=1, **kwargs)
+        return out.logits[:, -1], getattr(out, self.cache_kwarg, None)
 
     @torch.no_grad()
     def features(self, token_BT: Tensor, length_B: Tensor, taps: Sequence[Tap]) -> tuple[Tensor, Tensor]:
@@ -355,15 +364,19 @@ def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
     source, extra = _source(str(name))
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config()
-    except (OSError, ValueError) as e:
-        raise HeadwayError(f"cannot read a model config from {str(name)!r}: {str(e).strip().splitlines()[0]}") from e
+        num_tokens = len(load_tokenizer(name, revision=revision))
+    except (OSError, ValueError, ImportError, KeyError, struct.error) as e:
+        if isinstance(e, HeadwayError):
+            raise
+        first = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise HeadwayError(f"cannot read a model config from {str(name)!r}: {first}") from e
     return TargetInfo(
         name=str(name),
         revision=getattr(config, "_commit_hash", None),
         model_type=config.model_type,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        num_tokens=len(load_tokenizer(name, revision=revision)),
+        num_tokens=num_tokens,
         num_layers=config.num_hidden_layers,
         text_config=_plain_config(config),
     )

@@ -5,7 +5,8 @@ Letters: N nodes verified (root included), D draft depth.
 Three measurements: T(N), the target's pass over N tokens; C(D), the head's draft of depth D; and, on calibration prompts
 with one wide tree, where in the head's own ranking the accepted nodes stood. Because a tree of the N best nodes down to
 depth D is a part of the wide one, the recording tells the accepted length of every smaller tree at once. The tree of the
-highest (1 + accepted) / (T(N) + C(D)) is taken; a chain and no draft at all are among the candidates.
+highest (1 + accepted) / (T(N) + C(D)) is taken; chains, static trees made from the recorded hits of each rank, and no draft
+at all are among the candidates.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Head
@@ -26,7 +28,7 @@ from headway.inference.draft import absorb, grow
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import OFF, DynamicTree, Policy, Tree, chain, parse_policy
+from headway.inference.tree import OFF, DynamicTree, Policy, StaticTree, Tree, chain, parse_policy, static_from_hits
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 PLAIN_TOKENS = 16
@@ -35,14 +37,15 @@ FILE = "tree.json"
 
 @dataclass
 class Recording:
-    """Of each round: the head's ranking of the tree, the depth of each node, the accepted path without its root, and how
-    many nodes of that were first choices from the root on."""
+    """Of each round: the head's ranking of the tree, the depth of each node, and the accepted path without its root, as
+    nodes and as ranks among siblings."""
 
     order: list[list[int]] = field(default_factory=list)
     """Nodes, the best first."""
     depths: list[list[int]] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
+    choices: list[tuple[int, ...]] = field(default_factory=list)
+    """Per accepted node which choice of the head it was, 0 the first."""
     _ranks: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def observe(self, tree: Tree, paths: list[list[int]]) -> None:
@@ -55,12 +58,8 @@ class Recording:
         self._ranks.clear()
         for b, path in enumerate(paths):
             self.paths.append(path[1:])
-            first = 0
-            for parent, node in zip(path, path[1:], strict=False):
-                if node != tree.parents[b].index(parent):
-                    break
-                first += 1
-            self.firsts.append(first)
+            parents = tree.parents[b]
+            self.choices.append(tuple(parents[:node].count(parents[node]) for node in path[1:]))
 
     def accepted(self, nodes: int, depth: int) -> float:
         """Return the mean accepted nodes of the tree of the `nodes` best nodes (root included) down to `depth`."""
@@ -77,7 +76,24 @@ class Recording:
 
     def accepted_chain(self, depth: int) -> float:
         """Return the mean accepted nodes of a chain of `depth` first choices."""
-        return sum(min(f, depth) for f in self.firsts) / max(1, len(self.firsts))
+        return self.accepted_static(chain(depth))
+
+    def accepted_static(self, tree: StaticTree) -> float:
+        """Return the mean accepted nodes of a static tree; at least that, as the recording's tree had not all its nodes."""
+        paths = set(tree.paths)
+        total = sum(choices[:d] in paths for choices in self.choices for d in range(1, len(choices) + 1))
+        return total / max(1, len(self.choices))
+
+    def hits(self, depth: int, top_k: int) -> Tensor:
+        """Return, per depth and choice, the share of the rounds right so far in which that choice was right: [D, R]."""
+        hits_DR = torch.zeros(depth, top_k, dtype=torch.float64)
+        reached_D = torch.zeros(depth, dtype=torch.float64)
+        for choices in self.choices:
+            for d in range(min(len(choices) + 1, depth)):
+                reached_D[d] += 1
+                if d < len(choices) and choices[d] < top_k:
+                    hits_DR[d, choices[d]] += 1
+        return hits_DR / reached_D[:, None].clamp_min(1)
 
 
 def tune(
@@ -138,6 +154,13 @@ def tune(
             if target.mode == "tree" and n > d + 1:
                 cost = verify[n] + tree_draft[d] + rest
                 rows.append(_candidate(DynamicTree(d, top_k, n), recording.accepted(n, d), cost))
+    if target.mode == "tree":
+        hits_DR = recording.hits(depth, top_k)
+        for n in WIDTHS:
+            static = static_from_hits(hits_DR, n)
+            if not static.is_chain:
+                cost = _at(verify, static.nodes) + tree_draft[static.depth] + rest
+                rows.append(_candidate(static, recording.accepted_static(static), cost))
     best = max(rows, key=lambda row: row["tokens_per_ms"])
     return {
         "policy": best["policy"],

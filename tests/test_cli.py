@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -324,6 +325,60 @@ def test_convert(run: Run, tmp_path: Path) -> None:
     assert "1 dialogs" in err
     assert "no answer" in err  # the other row is counted
     assert [dialog.id for dialog in read_dialogs(tmp_path / "d")] == ["a"]
+
+
+def test_train_makes_a_head(run: Run, tmp_path: Path) -> None:
+    assert run("distill", "-t", "target", "-p", "prompts.jsonl", "--out", str(tmp_path / "d"), "-n", "12")[0] == 0
+    recipe = str(Path(__file__).parents[1] / "recipes" / "tiny" / "medusa.yaml")
+    given = ("target=target", f"dialogs={tmp_path / 'd'}", f"out={tmp_path / 'run'}", "max_steps=2")
+    assert run("train", recipe, *given, "max_stepz=3")[0] == 2
+    assert run("train", recipe, *given)[0] == 0
+    assert json.loads(run("info", str(tmp_path / "run"), "--json")[1])["head"]["family"] == "medusa"
+
+
+def test_an_interrupted_bench_writes_what_it_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headway.inference import bench as measure
+
+    real, calls = measure._headway_run, []
+
+    def headway_run(*given: Any) -> Any:
+        answer = real(*given)
+
+        def once(*asked: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:  # the warm-up, the first prompt, the second
+                raise KeyboardInterrupt
+            return answer(*asked)
+
+        return once
+
+    monkeypatch.setattr(measure, "_headway_run", headway_run)
+    code, out, err = run(*BENCH, "--prompts", "prompts.jsonl", "--out", str(tmp_path / "r.json"))
+    assert code == 130
+    assert "transformers" in out
+    assert "interrupted after 1 prompts" in err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["prompts"]["interrupted"], report["prompts"]["left_out"]) == (True, 2)
+
+
+def test_a_damaged_target_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, out, err = run("generate", "-t", str(tmp_path / "cut"), "--prompt", "a")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "cannot load target" in err
+
+
+def test_a_target_of_another_name(run: Run, folder: Path, tmp_path: Path) -> None:
+    """The same shape, other weights: refused, unless it is asked for."""
+    tiny.build(7).save_pretrained(tmp_path / "twin")
+    tiny.byte_tokenizer().save_pretrained(tmp_path / "twin")
+    argv = ("generate", "-t", str(tmp_path / "twin"), "--prompt", "a", "-n", "4", "--head", "medusa", "--json")
+    code, _, err = run(*argv)
+    assert code == 2
+    assert "--other-target" in err
+    assert run(*argv, "--other-target")[0] == 0
 
 
 def test_info(run: Run) -> None:

@@ -186,6 +186,8 @@ def _bench(target: Target, heads: dict[str, Any], folder: Path, seconds: float) 
     save_report(report, folder / "report.json")
     print_report(report)
     save_plot(report, folder / "report.png")
+    if report["prompts"]["interrupted"]:
+        raise KeyboardInterrupt
     return report
 
 

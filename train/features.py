@@ -11,6 +11,7 @@ What was recorded while distilling is read, not computed; a batch is read only w
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headway.data.recorded import Recorded
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import label_positions, summarise
 from headway.heads.common.protocol import Batch, Tap
 from headway.train.batches import Row, pad
@@ -153,22 +155,38 @@ class Features:
         return self.folder / f"batch-{n}.safetensors"
 
 
-def choose_cache(wanted: str, num_bytes: int, repeats: bool, num_local: int = 1) -> tuple[Kept, str]:
+def choose_cache(
+    wanted: str, num_bytes: int, repeats: bool, num_local: int = 1, folder: Path | None = None
+) -> tuple[Kept, str]:
     """Return where to keep features (memory, disk or off) and the line that says why.
 
-    `num_local` processes on this machine each keep their own, in the end of all rows, as batches go to another of them
-    in another epoch.
+    `num_local` processes on this machine each keep their own in memory, in the end of all rows, as batches go to another
+    of them in another epoch; on the disk of `folder` they share them. Raises HeadwayError for a disk that is asked for
+    and too small.
     """
-    free = _free_memory()
+    free, free_disk = _free_memory(), _free_disk(folder) if folder is not None else 0
     each = "" if num_local == 1 else f" in each of {num_local} processes"
-    size = f"features of all rows take {num_bytes / 2**30:.2f} GiB{each}, {free / 2**30:.1f} GiB are free"
+    size = f"features of all rows take {num_bytes / 2**30:.2f} GiB{each}, {free / 2**30:.1f} GiB of memory are free"
+    disk = f"{size}, {free_disk / 2**30:.1f} GiB of disk"
+    if wanted == "disk" and folder is not None and num_bytes > free_disk:
+        raise HeadwayError(f"{disk}: cache=disk does not fit; use cache=off, or an out=... on a larger disk")
     if wanted != "auto":
         return cast(Kept, wanted), f"{size}; cache: {wanted}, as asked"
     if not repeats:
         return "off", f"{size}; cache: off, no batch comes twice"
-    if num_bytes * num_local > SHARE * free:
-        return "off", f"{size}; cache: off, more than {SHARE:.0%} of that (cache=disk keeps them in the run folder)"
-    return "memory", f"{size}; cache: memory"
+    if num_bytes * num_local <= SHARE * free:
+        return "memory", f"{size}; cache: memory"
+    if num_bytes <= SHARE * free_disk:
+        return "disk", f"{disk}; cache: disk, as they would take more than {SHARE:.0%} of the memory"
+    return "off", f"{disk}; cache: off, more than {SHARE:.0%} of either"
+
+
+def _free_disk(folder: Path) -> int:
+    """Return the free bytes where `folder` is or will be."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def _free_memory() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
         dtype = same_dtype(config, accelerator, saved)
         target = Target.load(config.target, dtype=dtype, device=str(accelerator.device), revision=config.revision)
     check_manifest(manifest, target, config)
+    if target.max_positions < config.max_length:
+        rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)
     head = make_head(config, target, rows).to(accelerator.device)
     if tree is not None:
@@ -108,7 +111,8 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
     by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))
     train = Features(target, head.config.taps, batches)
     repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
-    kept, why = choose_cache(config.cache, train.num_bytes, repeats, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    kept, why = choose_cache(config.cache, train.num_bytes, repeats, num_local, Path(config.out))
     recorded = Recorded(config.dialogs, target)
     train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared, recorded)
     held_out_kept: Kept = "off" if kept == "off" else "memory"
@@ -139,7 +143,10 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
         say_plan(head, rows, train, why, total_steps, progress)
         say(recorded.spell(head.config.taps))
     if config.tracker != "none":
-        accelerator.init_trackers("headway", config=flat(config))
+        if config.tracker == "wandb" and not knows_wandb_account():
+            os.environ["WANDB_MODE"] = "offline"
+            say(f"no wandb account is set up here: its run is kept in {config.out}/wandb; `wandb sync` sends it")
+        accelerator.init_trackers("headway", config=flat(config), init_kwargs={"wandb": {"dir": config.out}})
     return Run(
         config, accelerator, folder, target, head, model, optimizer, train, held_out, rows, tree, manifest,
         total_steps, progress,
@@ -170,6 +177,16 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             "process or with plain data parallelism; choose distributed_type NO or MULTI_GPU in the accelerate config"
         )
     return accelerator
+
+
+def knows_wandb_account() -> bool:
+    """Return whether wandb was told how to run, or would find a key; without one it would ask on the terminal."""
+    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def check_processes(saved: dict[str, Any] | None, accelerator: Accelerator, folder: RunFolder) -> None:

@@ -231,7 +231,7 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
     if not (same_name or other_target or weights_of == fingerprint(frozen)):
         raise HeadwayError(
             f"head {folder} was trained for {saved.name}, target {given.name} has another name and other weights; "
-            f"use it with {saved.name}, train a head for {given.name}, or pass other_target=True to try it"
+            f"use it with {saved.name}, train a head for {given.name}, or pass other_target=True (--other-target) to try it"
         )
 
 

@@ -123,7 +123,7 @@ def test_rendered_text_needs_answers(tmp_path: Path) -> None:
     path = write(tmp_path, [{"id": "t", "text": "already rendered"}, {"id": "p", "prompt": "p"}])
     rows, report = read_rows(path)
     assert [row.id for row in rows] == ["p"]
-    assert list(report.skipped) == ["already rendered text (only convert uses it)"]
+    assert list(report.skipped) == ["already rendered text (`headway convert` takes it)"]
     rows, report = read_rows(path, answers=True)
     assert [(row.id, row.text) for row in rows] == [("t", "already rendered")]
     assert list(report.skipped) == ["no answer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,39 @@ def test_push_creates_and_uploads(saved: Path, monkeypatch: pytest.MonkeyPatch) 
     assert calls == ["t", ("create", "tiny-medusa", True), ("upload", "me/tiny-medusa", files)]
     with pytest.raises(HeadwayError, match="no folder"):
         push_to_hub(saved / "none", "tiny-medusa")
+
+
+def test_a_head_comes_from_the_hub_with_its_tree(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def snapshot_download(name: str, **named: Any) -> str:
+        asked.append((name, named["revision"]))
+        return str(saved)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    load_head("me/medusa", frozen(), revision="v1")
+    assert set(asked) == {("me/medusa", "v1"), (str(saved), "v1")} or asked == [("me/medusa", "v1")]
+
+
+@pytest.mark.parametrize("error", [OSError, "httpx.ConnectError", "huggingface_hub.errors.HFValidationError"])
+def test_a_hub_that_fails_is_one_line(saved: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    kind = error if isinstance(error, type) else pkgutil.resolve_name(error.replace(".C", ":C").replace(".HFV", ":HFV"))
+
+    def fails(*given: Any, **named: Any) -> Any:
+        raise kind("no route to it")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    with pytest.raises(HeadwayError, match="no route to it"):
+        load_head("me/medusa", frozen())
+    with pytest.raises(HeadwayError, match="no route to it"):
+        push_to_hub(saved, "me/medusa", token="t")
+
+
+def test_a_fault_of_ours_is_not_taken_for_the_hubs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **named: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    with pytest.raises(KeyError):
+        push_to_hub(saved, "me/medusa", token="t")

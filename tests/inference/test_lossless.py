@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from headway.data.chat import prompt_ids
 from headway.heads.common.protocol import Head
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
@@ -206,3 +208,23 @@ def test_a_head_that_drafts_nothing_is_not_run(twelve: Target, head: Head, monke
 def no_taps(target: Target, taps: Any) -> Iterator[list[Any]]:
     assert not taps
     yield []
+
+
+@pytest.mark.real
+def test_the_real_model(real_model: Path) -> None:
+    """Its answers are transformers' own, greedy, with trees of heads of both families; sampled, the same with any head."""
+    t = Target.load(real_model)
+    assert t.mode == "tree"
+    heads = [random_head(family, t, noise=0.01) for family in ("medusa", "eagle3")]
+    sampled = Settings(max_new_tokens=24, temperature=0.8, top_p=0.9, seed=5)
+    for words in ("What is the capital of France?", "Write a Python function that adds two numbers."):
+        ids = prompt_ids(t.tokenizer, [{"role": "user", "content": words}])  # type: ignore[arg-type]
+        want = hf_greedy(t.model, ids, 24, eos=list(t.eos_ids))
+        drawn = plain(t, ids, sampled)
+        for head in heads:
+            for policy in POLICIES.values():
+                greedy = Request(ids, Settings(max_new_tokens=24))
+                (result,) = generate(t, [greedy], head=head, policy=policy)
+                assert result.token_ids == want
+            (result,) = generate(t, [Request(ids, sampled)], head=head, policy=POLICIES["dynamic"])
+            assert result.token_ids == drawn

@@ -11,7 +11,7 @@ from headway.inference import tune as tuning
 from headway.inference.generate import Request, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import DynamicTree, Tree
+from headway.inference.tree import DynamicTree, StaticTree, Tree, static_from_hits
 from headway.inference.tune import Recording, load_policy, save_policy, tune
 from tests.inference.helpers import PROMPTS, encode, random_head
 from tests.tiny import llama4, target
@@ -77,6 +77,13 @@ def test_recorded_chains_of_the_first_choices() -> None:
     recording = Recording()
     for path in ([0, 1, 3], [0, 2], [0]):
         recording.observe(tree, [path])
+    assert recording.choices == [(0, 0), (1,), ()]
+    # At depth 1 the first and the second choice were right once each in three rounds; below one, in two rounds, once.
+    torch.testing.assert_close(recording.hits(2, 2), torch.tensor([[1 / 3, 1 / 3], [1 / 2, 0.0]], dtype=torch.float64))
+    both = static_from_hits(recording.hits(2, 2), 3)
+    assert set(both.paths) == {(0,), (1,)}
+    assert recording.accepted_static(both) == pytest.approx((1 + 1 + 0) / 3)
+    assert recording.accepted_static(StaticTree(((0,), (0, 0)))) == pytest.approx((2 + 0 + 0) / 3)
     assert recording.accepted_chain(2) == pytest.approx((2 + 0 + 0) / 3)
 
 

@@ -43,6 +43,29 @@ def test_the_demo_runs_and_is_not_run_twice(model, tmp_path, monkeypatch, capsys
         demo.main(2, tmp_path, model=model)
 
 
+@pytest.mark.parametrize("stage", ["write_prompts", "distill", "train", "_tune", "bench"])
+def test_an_interrupted_demo_goes_on(model, tmp_path, monkeypatch, stage):
+    for name, value in (("BENCH_TOKENS", 4), ("BATCH_ROWS", 4), ("BENCH_PROMPTS", 1)):
+        monkeypatch.setattr(demo, name, value)
+    small = {"draft_vocab_size": 128}
+    monkeypatch.setattr(demo, "HEADS", {"medusa": small, "eagle3": {**small, "steps": 2}})
+
+    def interrupted(*given, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, stage, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            demo.main(0.2, tmp_path, model=model)
+    done = json.loads((tmp_path / "stages.json").read_text())
+    demo.main(0.2, tmp_path, model=model)
+    after = json.loads((tmp_path / "stages.json").read_text())
+    assert {name: after[name] for name in done} == done  # nothing was done twice
+    assert len(after) == 8  # six stages, the budget and the dtypes
+    for part in ("medusa/head/tree.json", "eagle3/head/tree.json", "report.json", "report.png"):
+        assert (tmp_path / part).is_file(), part
+
+
 def test_a_missing_plotter_is_said_first(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "smollm2", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import label_positions
 from headway.inference.target import Target
+from headway.train import features
 from headway.train.batches import Row
 from headway.train.features import Features, Memory, choose_cache
 
@@ -24,8 +26,8 @@ ROWS = [
 def test_kept_features_are_those_computed_anew(tiny: Target, tmp_path: Path, taps: tuple[int | str, ...]) -> None:
     plain = Features(tiny, taps, ROWS)[0]  # type: ignore[arg-type]
     for kept in ("memory", "disk"):
-        features = Features(tiny, taps, ROWS, kept, tmp_path / "cache")  # type: ignore[arg-type]
-        for batch in (features[0], features[0]):
+        twice = Features(tiny, taps, ROWS, kept, tmp_path / "cache")  # type: ignore[arg-type]
+        for batch in (twice[0], twice[0]):
             for name in ("token_BT", "tap_BTF", "last_BTD", "normaliser_BT", "argmax_BT"):
                 assert getattr(batch, name).equal(getattr(plain, name)), name
     assert plain.tap_BTF.shape == (2, 6, len(taps) * 64)
@@ -54,7 +56,7 @@ def test_bytes_are_told_before_they_are_taken(tiny: Target) -> None:
     assert Features(tiny, (0, 1, 2), ROWS).num_bytes == positions * (64 * 4 * 2 + 12)
 
 
-def test_where_features_are_kept() -> None:
+def test_where_features_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert choose_cache("auto", 1000, repeats=True)[0] == "memory"
     assert choose_cache("auto", 1000, repeats=False)[0] == "off"
     assert choose_cache("auto", 1 << 60, repeats=True)[0] == "off"
@@ -62,6 +64,12 @@ def test_where_features_are_kept() -> None:
     where, why = choose_cache("auto", 1 << 28, repeats=True, num_local=1000)  # each process keeps all
     assert where == "off"
     assert "1000 processes" in why
+    monkeypatch.setattr(features, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(features, "_free_disk", lambda folder: 4000)
+    assert [choose_cache("auto", n, True, folder=tmp_path)[0] for n in (400, 1900, 2100)] == ["memory", "disk", "off"]
+    assert choose_cache("disk", 3900, True, folder=tmp_path)[0] == "disk"
+    with pytest.raises(HeadwayError, match="does not fit"):
+        choose_cache("disk", 4100, True, folder=tmp_path)
     assert choose_cache("disk", 1000, repeats=False)[0] == "disk"
 
 

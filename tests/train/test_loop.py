@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from headway.data.dialogs import Dialog, DialogWriter
 from headway.heads.common.checkpoint import load_head, read_config
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch, LossReport
@@ -28,6 +29,7 @@ from headway.train import loop, setup
 from headway.train.config import TrainConfig
 from headway.train.loop import Interrupted, train
 from headway.train.train_heads import main
+from tests.tiny import build, target
 from tests.train.conftest import write_dialogs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -413,3 +415,43 @@ def test_two_processes_train_one_head(tmp_path: Path, dialogs: Path, tiny: Targe
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "lr" in row] == [1, 2, 3]
     load_head(tmp_path / "run" / "head", Target.load(tmp_path / "tiny"))
+
+
+def test_dialogs_are_cut_to_the_context_of_the_target(recipe: Make, tmp_path: Path) -> None:
+    short = target(build(0, model_type="gpt2", n_positions=16, n_layer=4, n_head=4, n_embd=64), mode="tree")
+    assert short.max_positions == 16
+    folder = tmp_path / "long"
+    with DialogWriter(folder, {"target": "tiny", "vocab_size": 272}) as writer:
+        for i in range(8):
+            writer.add(Dialog(f"{i}", [259, *range(97, 97 + 22)], [(2, 23)], "stop"))
+    metrics = train(recipe(dialogs=str(folder), eval_prompts=0), target=short)
+    assert metrics["steps"] == 6
+
+
+def test_tensorboard_gets_the_figures(recipe: Make, tiny: Target) -> None:
+    pytest.importorskip("tensorboard")
+    config = recipe(tracker="tensorboard")
+    train(config, target=tiny)
+    assert list(Path(config.out).rglob("events.out.tfevents.*"))
+
+
+def test_wandb_without_an_account_is_offline(recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(setup, "knows_wandb_account", lambda: False)
+    config = recipe(tracker="wandb")
+    train(config, target=tiny)
+    assert list(Path(config.out).rglob("offline-run-*"))
+
+
+def test_an_account_of_wandb_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert setup.knows_wandb_account()
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert not setup.knows_wandb_account()
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert setup.knows_wandb_account()
