@@ -28,7 +28,7 @@ def test_every_lm_head_of_medusa_learns_and_drafts_what_it_learned(target, lm_he
         optimizer.step()
     with torch.no_grad():
         report = head.loss(batch)
-        assert float(report.loss) < 0.8 * first
+        assert float(report.loss) < 0.9 * first
         # What it is trained to say at position t is what it drafts there.
         features = Context(batch.tap_BTF, batch.token_BT.roll(-1, 1), torch.arange(24)[None], [24])
         state = head.start(features, None, 1)

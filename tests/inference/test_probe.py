@@ -42,7 +42,7 @@ def test_lesser_mode_with_a_reason_and_the_same_answer(name: str) -> None:
         for policy in POLICIES.values():
             got = answer(t, encode(text), random_head("medusa", t), policy, max_new_tokens=20)
             assert got.token_ids == want, policy
-            assert got.finish_reason == "length"
+            assert got.finish_reason == "context"
 
 
 @pytest.mark.parametrize("name", LESSER)
@@ -177,4 +177,4 @@ def test_a_longrope_target_ends_at_its_original_length() -> None:
         for result in generate(t, requests, head=head, batch_size=3):
             want = hf_greedy(t.model, encode(result.id), 32 - len(result.id))
             assert result.token_ids == want
-            assert result.finish_reason == "length"
+            assert result.finish_reason == "context"
