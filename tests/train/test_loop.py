@@ -257,8 +257,8 @@ def test_places_that_cannot_be_read_or_written_are_refused_first(recipe: Make, t
     (tmp_path / "file").write_text("")
     for changes, named in (
         ({"dialogs": str(dialogs / "dialogs.jsonl")}, "is a file"),
-        ({"out": str(tmp_path / "file")}, "cannot be written"),
-        ({"out": str(tmp_path / "file" / "run")}, "cannot be written"),
+        ({"out": str(tmp_path / "file")}, "is not a folder that can be written"),
+        ({"out": str(tmp_path / "file" / "run")}, "is not a folder that can be written"),
     ):
         with pytest.raises(HeadwayError, match=named):
             train(recipe(**changes))  # no target: it is not loaded
@@ -418,7 +418,7 @@ def test_two_processes_train_one_head(tmp_path: Path, dialogs: Path, tiny: Targe
 
 
 def test_dialogs_are_cut_to_the_context_of_the_target(recipe: Make, tmp_path: Path) -> None:
-    short = target(build(0, model_type="gpt2", n_positions=16, n_layer=4, n_head=4, n_embd=64), mode="tree")
+    short = target(build(0, model_type="gpt2", max_position_embeddings=16, num_hidden_layers=4), mode="tree")
     assert short.max_positions == 16
     folder = tmp_path / "long"
     with DialogWriter(folder, {"target": "tiny", "vocab_size": 272}) as writer:
