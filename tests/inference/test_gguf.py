@@ -41,8 +41,8 @@ def write_gguf(path: Path, model: PreTrainedModel) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["t", "1", "t1", *(f"x{i}" for i in range(3, config.vocab_size))])
-    writer.add_token_merges(["t 1"])
+    writer.add_token_list(["t", "1", "t1", "1t", *(f"x{i}" for i in range(4, config.vocab_size))])
+    writer.add_token_merges(["t 1", "1 t"])
     writer.add_eos_token_id(config.eos_token_id)
     for name, tensor in model.state_dict().items():
         owner, _, kind = name.rpartition(".")
