@@ -84,10 +84,12 @@ class DialogWriter:
         elif (self.folder / "dialogs.jsonl").exists():
             raise HeadwayError(f"{self.folder} holds dialogs without a manifest; give another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._log = AppendLog(self.folder / "dialogs.jsonl")
-        self._dropped = AppendLog(self.folder / "dropped.jsonl")
         self.counts: Counter[str] = Counter()
         """What the folder holds: dialogs, supervised tokens, dialogs by finish, and dropped ids by reason."""
+        if not (self.folder / "manifest.json").exists():
+            self._write_manifest()  # before the logs, which it says what they are
+        self._log = AppendLog(self.folder / "dialogs.jsonl")
+        self._dropped = AppendLog(self.folder / "dropped.jsonl")
         self.done: dict[str, Dialog | None] = {}
         """Every id that was dealt with: its dialog, or None where it was dropped."""
         for dialog in _dialogs(self._log.path, self._log.rows):
@@ -155,6 +157,10 @@ def read_dialogs(folder: Path | str) -> list[Dialog]:
 def read_manifest(folder: Path | str) -> dict[str, Any]:
     """Return the manifest of a dialogs folder. Raises HeadwayError when there is none or it is of another format."""
     manifest = read_json(Path(folder) / "manifest.json")
+    if not isinstance(manifest.get("vocab_size"), int | None):
+        raise HeadwayError(
+            f"{folder}: its manifest has a vocab_size of {manifest['vocab_size']!r}; make the folder again"
+        )
     if manifest.get("kind") != "dialogs" or manifest.get("format") != FORMAT:
         raise HeadwayError(
             f"{folder} is a {manifest.get('kind')!r} folder of format {manifest.get('format')!r}; this headway reads "

@@ -23,7 +23,7 @@ class AppendLog:
         self._sync_every = sync_every
         self._unsynced = 0
         self._file = path.open("ab")
-        _lock(self._file, path)
+        lock(self._file, path)
         self.rows, whole = whole_lines(path)
         # Appending starts after the last whole line, over whatever a crash left behind it.
         self._file.truncate(whole)
@@ -54,8 +54,8 @@ class AppendLog:
         self.close()
 
 
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Hold the file for this process until it is closed, where the system can."""
+def lock(file: BinaryIO, path: Path) -> None:
+    """Hold the file for this process until it is closed, where the system can. Raises HeadwayError when it is held."""
     try:
         import fcntl
     except ImportError:
@@ -64,7 +64,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise HeadwayError(f"{path} is being written by another process; wait for it, or give another --out") from None
+        raise HeadwayError(f"{path} is being written by another process; wait for it, or write elsewhere") from None
 
 
 def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

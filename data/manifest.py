@@ -19,7 +19,7 @@ FORMAT = 1
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON aside and rename it into place."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with aside.open("w", encoding="utf-8") as file:
         json.dump(value, file, ensure_ascii=False, indent=1)
         file.flush()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway import __version__
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, spell_os_error
 
 if TYPE_CHECKING:
     from headway.inference.sampling import Settings
@@ -73,6 +73,11 @@ def command(name: str, **extra: Any) -> Callable[[Callable[..., None]], Callable
                 function(*args, **kwargs)
             except HeadwayError as e:
                 print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+                raise typer.Exit(2) from None
+            except BrokenPipeError:
+                raise
+            except OSError as e:  # a full disk, a place that only seemed writable
+                print(f"error: {spell_os_error(e)}", file=sys.stderr)
                 raise typer.Exit(2) from None
             except KeyboardInterrupt:
                 print("headway: interrupted", file=sys.stderr)
@@ -587,12 +592,13 @@ def tune_command(
     from headway.heads.common.checkpoint import load_head
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
-    from headway.inference.tune import save_policy, tune
+    from headway.inference.tune import read_policies, save_policy, tune
 
     inputs.quiet()
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     Settings(max_new_tokens=max_new_tokens)
     source = inputs.head_source(head)
+    read_policies(source)
     if not Path(source).is_dir():
         raise HeadwayError(f"no folder {head!r}; the tree is kept beside the head, give a local one")
     tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)

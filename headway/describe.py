@@ -87,6 +87,9 @@ def _parameters(name: str, revision: str | None) -> int | None:
     config = AutoConfig.from_pretrained(
         Path(name).expanduser() if Path(name).expanduser().is_dir() else name, revision=revision
     )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, ImportError) as e:
+        raise HeadwayError(f"{name} is no causal language model: {str(e).strip().splitlines()[0][:200]}") from e
     return sum(p.numel() for p in model.parameters())

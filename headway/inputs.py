@@ -49,8 +49,8 @@ def check_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as e:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise HeadwayError(f"no device {device!r} here ({str(e).splitlines()[0]}); use auto, cpu or cuda") from None
     return device
 

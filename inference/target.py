@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +118,7 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, revision=revision, trust_remote_code=trust_remote_code, **extra
             )
-        except (OSError, ValueError, ImportError, SafetensorError) as e:
+        except (OSError, ValueError, ImportError, TypeError, StrictDataclassError, SafetensorError) as e:
             first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise HeadwayError(
                 f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
@@ -352,7 +353,7 @@ def load_tokenizer(
     source, extra = _source(str(name))
     try:
         return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code, **extra)
-    except (OSError, ValueError, ImportError, KeyError) as e:
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, StrictDataclassError) as e:
         first = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise HeadwayError(
             f"cannot load a tokenizer from {str(name)!r}: {first} Give a hub id, a model folder or a .gguf file"
@@ -365,7 +366,16 @@ def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config()
         num_tokens = len(load_tokenizer(name, revision=revision))
-    except (OSError, ValueError, ImportError, KeyError, struct.error) as e:
+    except (
+        OSError,
+        ValueError,
+        ImportError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        StrictDataclassError,
+        struct.error,
+    ) as e:
         if isinstance(e, HeadwayError):
             raise
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]

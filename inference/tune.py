@@ -12,6 +12,7 @@ at all are among the candidates.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -247,25 +248,36 @@ def measure_draft(target: Target, head: Head, policy: Policy, context: int, repe
 
 def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> None:
     """Keep a tuning report beside a head, under this device and dtype; other entries stay."""
-    path = Path(folder) / FILE
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = read_policies(folder)
     known[_key(str(target.dtype), str(target.device))] = report
-    aside = path.with_suffix(".tmp")
+    path = Path(folder) / FILE
+    aside = path.with_name(f".{FILE}.{os.getpid()}.tmp")
     aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
-def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
-    """Return the tree tuned for this device and dtype, or None when there is none. Raises HeadwayError for a broken file."""
+def read_policies(folder: Path | str) -> dict[str, Any]:
+    """Return the tuning reports kept beside a head, by device and dtype. Raises HeadwayError for a broken file."""
     path = Path(folder) / FILE
     if not path.is_file():
-        return None
+        return {}
     try:
-        report = json.loads(path.read_text(encoding="utf-8")).get(_key(str(dtype), device))
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise HeadwayError(f"{path} is broken ({type(e).__name__}); delete it and tune again, or give --tree") from e
+    if not isinstance(known, dict):
+        raise HeadwayError(f"{path} is broken (no JSON object); delete it and tune again, or give --tree")
+    return known
+
+
+def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
+    """Return the tree tuned for this device and dtype, or None when there is none. Raises HeadwayError for a broken file."""
+    report = read_policies(folder).get(_key(str(dtype), device))
+    try:
         return parse_policy(report["policy"]) if report else None
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as e:
+    except (KeyError, AttributeError, TypeError) as e:
         raise HeadwayError(
-            f"{path} is broken ({type(e).__name__}: {e}); delete it and tune again, or give --tree"
+            f"{Path(folder) / FILE} is broken ({type(e).__name__}: {e}); delete it and tune again, or give --tree"
         ) from e
 
 

@@ -150,6 +150,7 @@ def _truncated(folder: Path, tmp_path: Path) -> str:
 BAD = {
     "dtype": ([*GENERATE, "--prompt", "a", "--dtype", "float7"], "unknown dtype 'float7'; allowed: auto, float32"),
     "device": ([*GENERATE, "--prompt", "a", "--device", "abacus"], "no device 'abacus'"),
+    "meta device": ([*GENERATE, "--prompt", "a", "--device", "meta"], "no device 'meta'"),
     "no target": (["generate", "--target", "./nowhere", "--prompt", "a"], "no folder './nowhere'"),
     "no head": ([*GENERATE, "--prompt", "a", "--head", "./nowhere"], "no folder './nowhere'"),
     "no prompt": ([*GENERATE], "--prompt-file"),
@@ -379,6 +380,16 @@ def test_a_target_of_another_name(run: Run, folder: Path, tmp_path: Path) -> Non
     assert code == 2
     assert "--other-target" in err
     assert run(*argv, "--other-target")[0] == 0
+
+
+def test_an_error_of_the_system_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device", "dialogs.jsonl")
+
+    monkeypatch.setattr("headway.data.distill.distill", full)
+    code, _, err = run("distill", "-t", "target", "-p", "prompts.jsonl", "--out", str(tmp_path / "d"))
+    assert code == 2
+    assert err.splitlines()[-1] == "error: dialogs.jsonl: No space left on device"
 
 
 def test_info(run: Run) -> None:

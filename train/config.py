@@ -109,6 +109,9 @@ class TrainConfig:
         for name in ("min_lr_ratio", "eval_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise HeadwayError(f"{name} is {getattr(self, name)}; give a number from 0 to 1")
+        for name, most in (("seed", 2**63 - 1), ("max_seconds", 1e9), ("epochs", 1e6)):
+            if (getattr(self, name) or 0) > most:
+                raise HeadwayError(f"{name} is {getattr(self, name)}; give at most {most:g}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise HeadwayError(f"betas is {list(self.betas)}; give two numbers from 0 to below 1")
         find_family(self.family)
@@ -139,7 +142,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> TrainConfig:
         raise HeadwayError(f"the recipe {str(path)!r} is not UTF-8 text; convert it, or give another file") from None
     try:
         fields = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError) as e:  # its constructors raise ValueError
         raise HeadwayError(f"{path} is no YAML: {' '.join(str(e).split())}") from None
     if not isinstance(fields, dict):
         raise HeadwayError(f"{path} holds no `key: value` lines; see recipes/ for examples")
@@ -250,7 +253,7 @@ def _split(override: str) -> tuple[str, Any]:
         raise HeadwayError(f"cannot read {override!r}; write key=value, for example lr=1e-3 or head.num_heads=4")
     try:
         return key, yaml.load(value, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return key, value
 
 

@@ -54,8 +54,16 @@ def train(
     if done_before is not None:
         say(f"the run in {config.out} is finished; its head is in {RunFolder(config.out).head}")
         return done_before
-    run = prepare(config, argv, target, shared)
-    accelerator, progress = run.accelerator, run.progress
+    folder = RunFolder(config.out)
+    try:
+        return steps(prepare(config, argv, target, shared, folder))
+    finally:
+        folder.release()
+
+
+def steps(run: Run) -> dict[str, Any]:
+    """Do the steps of a run, save its head and return the final figures."""
+    config, accelerator, progress = run.config, run.accelerator, run.progress
     order = Order(len(run.train.batches), config.seed)
     line = Line(run.total_steps, show=accelerator.is_main_process)
     resumed_at, saved_at = progress.step, progress.step if progress.step else -1

@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from headway.data.jsonl import lock
 from headway.data.manifest import check_writable, read_json, write_json
 from headway.heads.common.checkpoint import read_tensors, written_aside
 from headway.heads.common.errors import HeadwayError
@@ -55,6 +56,19 @@ class RunFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._held: BinaryIO | None = None
+
+    def hold(self) -> None:
+        """Keep other processes from training in this folder until `release`. Raises HeadwayError when one does."""
+        if self._held is None:
+            self._held = (self.path / ".lock").open("ab")
+            lock(self._held, self.path)
+
+    def release(self) -> None:
+        """Let others train in this folder; safe to call twice."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     @property
     def head(self) -> Path:

@@ -80,13 +80,17 @@ def finished(config: TrainConfig) -> dict[str, Any] | None:
     return read_config(folder.head)["metrics"] if folder.head.is_dir() else None
 
 
-def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, shared: Memory | None = None) -> Run:
-    """Return a run ready to step: target, head, rows, optimizer, schedule, and the newest state if there is one."""
+def prepare(
+    config: TrainConfig, argv: Sequence[str], target: Target | None, shared: Memory | None, folder: RunFolder
+) -> Run:
+    """Return a run ready to step: target, head, rows, optimizer, schedule, and the newest state if there is one.
+
+    The main process holds `folder` from then on.
+    """
     manifest, dialogs = read_manifest(config.dialogs), read_dialogs(config.dialogs)
     rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows, config.supervise)
     tree = None if config.tree == "auto" else parse_policy(config.tree)
     accelerator = make_accelerator(config)
-    folder = RunFolder(config.out)
     saved = folder.read_run()
     check_processes(saved, accelerator, folder)
     if target is None:
@@ -106,6 +110,8 @@ def prepare(config: TrainConfig, argv: Sequence[str], target: Target | None, sha
     if accelerator.is_main_process and saved is None:
         facts = {"dtype": str(target.dtype).removeprefix("torch."), "processes": accelerator.num_processes}
         folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
+    if accelerator.is_main_process:
+        folder.hold()
     accelerator.wait_for_everyone()
     batches = make_batches(rows.train, config.tokens_per_batch)
     by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))

@@ -11,7 +11,7 @@ if not __package__:  # run as a file: take this checkout's headway, and nothing 
 import sys
 from collections.abc import Sequence
 
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, spell_os_error
 
 USAGE = """usage: accelerate launch train/train_heads.py RECIPE.yaml [key=value ...]
        headway train RECIPE.yaml [key=value ...]
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
     except HeadwayError as e:
         print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        print(f"error: {spell_os_error(e)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("train: stopped; the same command continues from the last saved state", file=sys.stderr)

@@ -110,6 +110,10 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
         raise HeadwayError(
             f"{path} describes no head of headway; give a folder that `headway train` wrote, or a hub id"
         )
+    fields = {"head": {"taps", "hidden_size", "vocab_size"}, "target": {f.name for f in dataclasses.fields(TargetInfo)}}
+    for name, needed in fields.items():
+        if not isinstance(config[name], dict) or not needed <= set(config[name]):
+            raise HeadwayError(f"{path}: its {name} is not whole; save or download the head again")
     if config["format"] != FORMAT:
         raise HeadwayError(f"{path} has format {config['format']}, this headway reads {FORMAT}; upgrade headway")
     return config

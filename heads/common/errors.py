@@ -5,3 +5,9 @@ from __future__ import annotations
 
 class HeadwayError(ValueError):
     """What was given, what is allowed, and the remedy, in one line. The CLI prints it and exits with code 2."""
+
+
+def spell_os_error(error: OSError) -> str:
+    """Return an error of the system as a user would say it: the file, and what went wrong."""
+    what = error.strerror or str(error)
+    return f"{error.filename}: {what}" if error.filename else what

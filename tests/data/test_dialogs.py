@@ -127,3 +127,13 @@ def test_missing_empty_and_foreign_folders(tmp_path: Path) -> None:
     (tmp_path / "other" / "manifest.json").unlink()
     with pytest.raises(HeadwayError, match="without a manifest"):
         DialogWriter(tmp_path / "other", IDENTITY)
+
+
+def test_a_folder_whose_making_was_killed_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("headway.data.dialogs.AppendLog", None)
+        with pytest.raises(TypeError):
+            DialogWriter(tmp_path / "d", {"target": "t"})
+    with DialogWriter(tmp_path / "d", {"target": "t"}) as writer:
+        writer.add(dialog("a"))
+    assert [d.id for d in read_dialogs(tmp_path / "d")] == ["a"]

@@ -181,3 +181,11 @@ def test_an_answer_that_was_cut_is_known_from_its_finish_reason(tmp_path: Path) 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row.cut for row in read_rows(str(path), answers=True)[0]] == [True, False, True, False]
+
+
+def test_an_id_that_a_later_turn_would_get_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"id": i, "prompt": "Hi"}) + "\n" for i in ("a", "a turn 2", "a part 3")))
+    rows, report = read_rows(str(path))
+    assert [row.id for row in rows] == ["a", "a turn 2~line2", "a part 3~line3"]
+    assert sum(report.repaired.values()) == 2

@@ -105,3 +105,13 @@ def test_the_best_candidate_is_taken_and_kept(tmp_path, monkeypatch: pytest.Monk
     assert policy.describe() == report["policy"]
     with pytest.raises(HeadwayError, match="calibration"):
         tune(loaded, head, [])
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", b"\xff\xfe\x00", b"[]", b'{"cpu float32": {}, "x": 1}'])
+def test_a_broken_tree_file_is_named(tmp_path, content: bytes) -> None:
+    (tmp_path / "tree.json").write_bytes(content)
+    if content.startswith(b"{"):
+        assert load_policy(tmp_path, "float32") is None
+        return
+    with pytest.raises(HeadwayError, match="tree.json is broken"):
+        load_policy(tmp_path, "float32")

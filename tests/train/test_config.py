@@ -53,6 +53,8 @@ def test_a_recipe_and_what_the_command_line_changes(tmp_path: Path) -> None:
         ({"clip": float("inf")}, "clip is inf; give a finite number of 0 or more"),
         ({"betas": [0.9, 1.0]}, "betas is [0.9, 1.0]; give two numbers from 0 to below 1"),
         ({"head": "wide"}, "head is 'wide'; give a mapping"),
+        ({"seed": 10**20}, "seed is 100000000000000000000; give at most"),
+        ({"max_seconds": 1e308}, "max_seconds is 1e+308; give at most"),
         ({"eval_fraction": 1.5}, "eval_fraction is 1.5; give a number from 0 to 1"),
     ],
 )
@@ -95,6 +97,8 @@ def test_plain_words_are_text(tmp_path: Path) -> None:
     assert (config.cache, config.tree, config.autocast, config.revision) == ("off", "off", True, "2024-01-31")
     assert config.head == {"num_heads": 2}
     assert load_recipe(path, ["cache=off", "tree=chain:2"]).tree == "chain:2"
+    with pytest.raises(HeadwayError, match="seed is '0x_'"):
+        load_recipe(path, ["seed=0x_"])
 
 
 @pytest.mark.parametrize("override", ["lr", "=3", "--lr=3"])

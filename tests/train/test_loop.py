@@ -28,6 +28,7 @@ from headway.inference.target import Target
 from headway.train import loop, setup
 from headway.train.config import TrainConfig
 from headway.train.loop import Interrupted, train
+from headway.train.run_folder import RunFolder
 from headway.train.train_heads import main
 from tests.tiny import build, target
 from tests.train.conftest import write_dialogs
@@ -455,3 +456,16 @@ def test_an_account_of_wandb_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert setup.knows_wandb_account()
+
+
+def test_a_run_that_another_process_works_on_is_refused(recipe: Make, tiny: Target) -> None:
+    config = recipe()
+    train(config, target=tiny)
+    shutil.rmtree(Path(config.out) / "head")
+    other = RunFolder(config.out)
+    other.hold()
+    with pytest.raises(HeadwayError, match="another process"):
+        train(config, target=tiny)
+    other.release()
+    train(config, target=tiny)
+    assert (Path(config.out) / "head").is_dir()
