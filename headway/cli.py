@@ -128,7 +128,10 @@ def generate_command(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     seed: SeedOption = 0,
     accept: Annotated[
-        str, typer.Option(help="exact: as the target alone; greedy: exact at temperature 0; typical: lossy.")
+        str,
+        typer.Option(
+            help="exact: as the target alone; greedy: exact at temperature 0; typical: lossy, above temperature 0."
+        ),
     ] = "exact",
     epsilon: Annotated[float, typer.Option(help="Of typical acceptance.")] = 0.09,
     delta: Annotated[float, typer.Option(help="Of typical acceptance.")] = 0.3,
@@ -496,7 +499,7 @@ def prompts_command(
     target: TargetOption,
     count: Annotated[int, typer.Option(min=1, help="Prompts wanted.")],
     out: Annotated[Path, typer.Option(help="File for the prompts; one begun alike is continued.")],
-    max_new_tokens: NewTokensOption = 160,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of a prompt.")] = 160,
     temperature: TemperatureOption = 1.0,
     top_p: TopPOption = 0.95,
     top_k: TopKOption = 0,

@@ -261,9 +261,15 @@ def parse_tree(text: str | None) -> Policy | None:
 def saved_tree(source: str, target: Target) -> Policy | None:
     """Return the tree tuned for a head on this device and dtype, which lies beside it as tree.json; None without one."""
     from headway.heads.common.checkpoint import head_folder
-    from headway.inference.tune import load_policy
+    from headway.inference.tune import load_policy, read_policies
 
-    return load_policy(head_folder(source), target.dtype, str(target.device))
+    folder = head_folder(source)
+    policy = load_policy(folder, target.dtype, str(target.device))
+    known = sorted(read_policies(folder))
+    if policy is None and known:
+        here = f"{target.device.type} {str(target.dtype).removeprefix('torch.')}"
+        print(f"headway: the tree of {source} was tuned for {', '.join(known)}, not for {here}", file=sys.stderr)
+    return policy
 
 
 def load_target(

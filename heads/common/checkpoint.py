@@ -134,7 +134,7 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
         if not _from_hub(e):
             raise
         raise HeadwayError(
-            f"cannot push to {repo_id!r}: {_first_line(e)} Log in with `hf auth login`, or try later"
+            f"cannot push to {repo_id!r}: {_first_line(e).rstrip('.')}. Log in with `hf auth login`, or try later"
         ) from e
     return f"https://huggingface.co/{repo_id}"
 
