@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,11 @@ class DialogWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def conversation(dialog_id: str) -> str:
+    """Return the id of the row that a dialog is of: later turns and parts of a row carry its id and a number."""
+    return re.sub(r" (turn|part) \d+$", "", dialog_id)
 
 
 def read_dialogs(folder: Path | str) -> list[Dialog]:

@@ -6,11 +6,11 @@ Shapes: OpenAI `messages`, ShareGPT `conversations` (from/value), `turns` (the u
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.data.dialogs import conversation
 from headway.data.sources import RowError, raw_rows
 from headway.heads.common.errors import HeadwayError
 
@@ -92,7 +92,7 @@ def read_rows(
         if row.id in seen:
             row = Row(f"{row.id}~line{line}", row.messages, row.text, row.cut)
             repairs.append("id already taken, line number added")
-        if re.search(r" (turn|part) \d+$", row.id):  # the names that later turns of a row get
+        if conversation(row.id) != row.id:
             row = Row(f"{row.id}~line{line}", row.messages, row.text, row.cut)
             repairs.append("id ends as that of a later turn, line number added")
         seen.add(row.id)

@@ -365,6 +365,7 @@ def _per(emitted: int, rounds: int) -> float:
 def _gaps(answer: Answer) -> list[float]:
     """Return the seconds each token after the first took; tokens that came together share the time since the last."""
     gaps = []
+    # Each arrival with the next: the last has none, so the lengths differ.
     for (before, _), (now, count) in zip(answer.arrivals, answer.arrivals[1:], strict=False):
         gaps += [(now - before) / count] * count
     return gaps

@@ -326,6 +326,7 @@ class _Batch:
             return 0
         shared = len(requests[0].prompt_ids) - 1  # the last token must run, for its logits
         for request in requests:
+            # As far as the shorter of the two goes: what they share cannot be longer.
             pairs = zip(request.prompt_ids[:shared], self.prefilled[0], strict=False)
             same = 0
             for ours, theirs in pairs:

@@ -10,7 +10,6 @@ of the step.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headway.data.dialogs import Dialog
+from headway.data.dialogs import Dialog, conversation
 from headway.heads.common.errors import HeadwayError
 
 Supervise = Literal["answers", "all"]
@@ -71,10 +70,9 @@ def make_rows(
         else:
             num_without_goal += 1
     num_held_out = min(eval_rows, max(1, int(len(kept) * eval_fraction))) if eval_fraction else 0
-    kept.sort(key=lambda row: (_hash(_conversation(row.id)), row.id))
-    while 0 < num_held_out < len(kept) and _conversation(kept[num_held_out - 1].id) == _conversation(
-        kept[num_held_out].id
-    ):
+    kept.sort(key=lambda row: (_hash(conversation(row.id)), row.id))
+    of = [conversation(row.id) for row in kept]
+    while 0 < num_held_out < len(kept) and of[num_held_out - 1] == of[num_held_out]:
         num_held_out += 1
     if len(kept) <= num_held_out:
         raise HeadwayError(
@@ -132,11 +130,6 @@ def count_tokens(rows: Sequence[Row], vocab_size: int) -> Tensor:
     """Return how often each id is a goal, int64 [vocab_size]."""
     ids = [t for row in rows for t, goal in zip(row.token_ids, row.supervised, strict=True) if goal]
     return torch.bincount(torch.tensor(ids, dtype=torch.long), minlength=vocab_size)
-
-
-def _conversation(row_id: str) -> str:
-    """Return the id of the conversation that a turn or a part is of."""
-    return re.sub(r" (turn|part) \d+$", "", row_id)
 
 
 def _hash(row_id: str) -> str:
