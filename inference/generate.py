@@ -136,7 +136,7 @@ def generate(
         free = batch_size - len(batch.rows)
         # A prefill reads all weights, for one row as for many: a large batch lets a few rows wait for one another.
         entering = list(islice(waiting, free)) if free >= max(1, batch_size // 16) or not batch.rows else []
-        for group in _like_length(entering):
+        for group in _like_length(entering, PASS_TOKENS.get(target.device.type, 256)):
             yield from batch.admit(group)
         if not batch.rows:
             if not entering:
@@ -147,18 +147,29 @@ def generate(
 
 PREFILL_TOKENS = 2048
 """Most prompt tokens prefilled in one pass."""
+PASS_TOKENS = {"cpu": 24, "cuda": 256}
+"""What a pass costs beside its tokens, in tokens: reading the weights, mostly."""
 
 
-def _like_length(requests: list[Request]) -> Iterator[list[Request]]:
-    """Yield groups of requests in ascending length of prompt, each small enough to prefill in one padded pass."""
-    group: list[Request] = []
-    for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
-        if group and len(request.prompt_ids) * (len(group) + 1) > PREFILL_TOKENS:
-            yield group
-            group = []
-        group.append(request)
-    if group:
-        yield group
+def _like_length(requests: list[Request], pass_tokens: int) -> list[list[Request]]:
+    """Return the requests in groups to be prefilled in one padded pass each, longest prompts first.
+
+    Of all ways to cut the sorted requests, the one that costs least: a pass costs its padded tokens and `pass_tokens` more.
+    The longest come first, so that the cache that the first group leaves is long enough for the others.
+    """
+    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
+    size = [len(request.prompt_ids) for request in ordered]
+    # best[n]: the least cost of the first n requests, and where their last group begins.
+    best: list[tuple[int, int]] = [(0, 0)]
+    for n in range(1, len(ordered) + 1):
+        fits = [m for m in range(n) if m == n - 1 or (n - m) * size[n - 1] <= PREFILL_TOKENS]
+        best.append(min((best[m][0] + (n - m) * size[n - 1] + pass_tokens, m) for m in fits))
+    groups = []
+    while ordered:
+        begin = best[len(ordered)][1]
+        groups.append(ordered[begin:])
+        del ordered[begin:]
+    return groups
 
 
 def default_policy(head: Head) -> Policy:
@@ -270,8 +281,9 @@ class _Batch:
         rows = [_Row(request, target) for request in requests]
         size_B, count = [len(request.prompt_ids) for request in requests], len(rows)
         width = max(size_B)
-        # Room for the answers, so that the cache rarely grows in flight.
-        cache = target.new_cache(count, capacity=width + min(max(row.budget for row in rows), 512) + 64)
+        # Room for the answers, so that the cache rarely grows in flight; one that will be copied needs none.
+        room = min(max(row.budget for row in rows), 512) + 64 if self.cache is None else 0
+        cache = target.new_cache(count, capacity=width + room)
         known = self._shared_prefix(requests)
         if known:
             assert self.prefilled is not None
