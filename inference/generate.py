@@ -24,7 +24,7 @@ from torch import Tensor
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Head, State, Tap
 from headway.inference.cache import SlotCache
-from headway.inference.draft import absorb, grow
+from headway.inference.draft import Draws, absorb, grow
 from headway.inference.sampling import Settings, choose, process
 from headway.inference.target import Target
 from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
@@ -366,7 +366,12 @@ class _Batch:
         begin = self._now()
         root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
         if head is not None:
-            tree, self.state = grow(head, self.state, self.policy, root_B)
+            draws = Draws.of(
+                [row.settings for row in self.rows],
+                [row.request.key for row in self.rows],
+                [len(row.history) for row in self.rows],
+            )
+            tree, self.state = grow(head, self.state, self.policy, root_B, draws)
         else:
             tree = Tree.from_parents(root_B[:, None], [[-1]] * len(self.rows))
         drafted = self._now()

@@ -141,13 +141,14 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _words(seed: int, key: int, position: int) -> tuple[int, int]:
+def noise_words(seed: int, key: int, position: int) -> tuple[int, int]:
     """Return the two 32-bit words that name the noise of one position of one row."""
     word = _mix64(_mix64(_mix64(seed & _MASK64) ^ (key & _MASK64)) ^ position)
     return word & 0xFFFFFFFF, word >> 32
 
 
-def _noise(low: int | Tensor, high: int | Tensor, ids: Tensor) -> Tensor:
+def noise_of(low: int | Tensor, high: int | Tensor, ids: Tensor) -> Tensor:
+    """Return the Gumbel noise, float64, of token ids at the position that the words `low` and `high` name."""
     # A 32-bit integer hash (two multiply-xorshift rounds, keyed twice), held in int64 so that it wraps the same everywhere.
     x = (ids.long() * 0x9E3779B1 + low) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
@@ -160,7 +161,7 @@ def _noise(low: int | Tensor, high: int | Tensor, ids: Tensor) -> Tensor:
 
 def gumbel(seed: int, key: int, position: int, ids: Tensor) -> Tensor:
     """Return Gumbel noise, float64, for token ids `ids`: a function of its arguments alone, on any device."""
-    return _noise(*_words(seed, key, position), ids)
+    return noise_of(*noise_words(seed, key, position), ids)
 
 
 def choose(score_V: Tensor, settings: Settings, key: int, position: int) -> int:
@@ -175,10 +176,10 @@ def choose_rows(score_MV: Tensor, settings: Settings, keys: list[int], positions
     """Return the token chosen from each row of processed scores, all under one sampling setting; see `choose`."""
     if settings.greedy:
         return [int(token) for token in score_MV.argmax(-1)]
-    words = [_words(settings.seed, key, position) for key, position in zip(keys, positions, strict=True)]
+    words = [noise_words(settings.seed, key, position) for key, position in zip(keys, positions, strict=True)]
     low_M, high_M = torch.tensor(words, device=score_MV.device).T
     row, ids = (score_MV > -torch.inf).nonzero(as_tuple=True)
-    value = score_MV[row, ids].double() + _noise(low_M[row], high_M[row], ids)
+    value = score_MV[row, ids].double() + noise_of(low_M[row], high_M[row], ids)
     counts = torch.bincount(row, minlength=len(score_MV)).tolist()
     best = [int(part.argmax()) for part in value.split(counts)]
     return [int(part[b]) for part, b in zip(ids.split(counts), best, strict=True)]

@@ -43,8 +43,9 @@ def walk_exact(
 ) -> tuple[list[int], list[int]]:
     """Draw the target's token at each node; go to the child that carries it, or stop. Lossless for any tree.
 
-    The tree was chosen without looking at the noise, so each draw has exactly the target's distribution given its own
-    path. `history` ends with the root's token; the token drawn at a node of depth d has position len(history) + d.
+    The token drawn at a node is a function of the target's scores there and of noise fixed by seed, key and position: the
+    emitted tokens are those that plain decoding draws, whatever the tree holds. So a tree may be grown with an eye on the
+    noise (draft.py). `history` ends with the root's token; the token drawn at a node of depth d has position len(history) + d.
     """
     by_parent = {(p, token_N[n]): n for n, p in reversed(list(enumerate(parents)))}
     path: list[int] = [0]
