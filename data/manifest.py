@@ -78,7 +78,12 @@ def _differences(saved: dict[str, Any], wanted: dict[str, Any], prefix: str = ""
 
 def settings_json(settings: Settings) -> dict[str, Any]:
     """Return the settings as plain JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(settings)))
+    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    fields["processors"] = [type(p).__name__ for p in settings.processors]
+    for name in ("min_new_tokens", "processors"):  # folders made before there were these know nothing of them
+        if not fields[name]:
+            del fields[name]
+    return json.loads(json.dumps(fields))
 
 
 def digest(*parts: Any) -> str:

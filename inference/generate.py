@@ -13,19 +13,20 @@ A round, for every row at once:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Head, State, Tap
 from headway.inference.cache import SlotCache
 from headway.inference.draft import Draws, absorb, grow
-from headway.inference.sampling import Settings, choose, process
+from headway.inference.sampling import Settings, check_chosen, choose, process
 from headway.inference.target import Target
 from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
 from headway.inference.verify import walk_exact, walk_exact_rows, walk_greedy, walk_typical
@@ -91,8 +92,8 @@ def plain(target: Target, prompt_ids: list[int], settings: Settings, key: int = 
     cache: Any = None
     while True:
         logits_BV, cache = target.own_step(ids, cache)
-        score = process(logits_BV[0], settings, row.history)
-        row.emit([choose(score, settings, key, len(row.history))])
+        score = process(logits_BV[0], row.settings, row.history)
+        row.emit([choose(score, row.settings, key, len(row.history))])
         if row.finish_reason:
             return row.emitted
         # A model that hands out no cache reads everything again.
@@ -189,12 +190,24 @@ def _plain_rows(
         yield Result(request.id, tokens, row.finish_reason or "length", len(tokens) - 1, [1] * (len(tokens) - 1))
 
 
+def _with_minimum(request: Request, target: Target) -> Settings:
+    """Return the request's settings, its `min_new_tokens` made a processor."""
+    settings = request.settings
+    eos = list(target.eos_ids if settings.eos_ids is None else settings.eos_ids)
+    if not settings.min_new_tokens or not eos:
+        return settings
+    minimum = MinNewTokensLengthLogitsProcessor(
+        len(request.prompt_ids), settings.min_new_tokens, eos, device=str(target.device)
+    )
+    return replace(settings, processors=(minimum, *settings.processors), min_new_tokens=0)
+
+
 class _Row:
     """A request under way: what it has emitted and whether it is done."""
 
     def __init__(self, request: Request, target: Target) -> None:
         self.request = request
-        self.settings = request.settings
+        self.settings = _with_minimum(request, target)
         self.emitted: list[int] = []
         self.accepted: list[int] = []
         self.features: list[Tensor] = []
@@ -421,18 +434,25 @@ class _Batch:
         walks: list[Any] = [None] * len(self.rows)
         argmax_BN: list[list[int]] | None = None
         alike: dict[Settings, list[int]] = {}
+        greedy: list[int] = []
         for b, row in enumerate(self.rows):
             settings = row.settings
-            free = settings.repetition_penalty == 1.0
+            free = not settings.needs_history
             if settings.greedy and free:
                 if argmax_BN is None:
                     argmax_BN = logits_BNV.argmax(-1).tolist()
                 walks[b] = walk_greedy(token_BN[b], tree.parents[b], argmax_BN[b])
+                greedy.append(b)
             elif settings.accept == "exact" and free:
                 alike.setdefault(settings, []).append(b)
             else:
                 walk = walk_typical if settings.accept == "typical" and not settings.greedy else walk_exact
                 walks[b] = walk(token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history)
+        visited = [(b, *step) for b in greedy for step in zip(*walks[b], strict=True)]
+        if visited:
+            value = logits_BNV[tuple(torch.tensor(visited, device=logits_BNV.device).T)]
+            for (b, *_), best in zip(visited, value.tolist(), strict=True):
+                check_chosen(best, self.rows[b].settings, len(self.rows[b].history))
         for settings, group in alike.items():
             rows = [self.rows[b] for b in group]
             found = walk_exact_rows(

@@ -9,6 +9,7 @@ with none draws the same numbers, and its tokens are the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
+
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,12 @@ class Settings:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     """Applied to every token of the history, prompt included, as transformers does; each tree node has its own history."""
+    min_new_tokens: int = 0
+    """No end id is emitted before that many tokens. Stop strings end the answer all the same."""
+    processors: tuple[Processor, ...] = ()
+    """Called in turn before the temperature, as transformers' LogitsProcessors are: (ids [1, T], scores [1, V]) -> scores.
+    Along the accepted path each is called once per emitted token, with a history one token longer, so that one that keeps
+    a state (a grammar) works; it belongs to one request then. Under typical acceptance other paths are asked for too."""
     seed: int = 0
     accept: Literal["exact", "typical"] = "exact"
     """`exact` gives what the target alone would have written; `typical` is faster and lossy."""
@@ -48,6 +57,8 @@ class Settings:
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
+            ("processors", all(map(callable, self.processors)), "a tuple of callables"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is off"),
             ("accept", self.accept in ("exact", "typical"), "exact or typical"),
             ("stop", all(self.stop), "strings that are not empty"),
@@ -61,11 +72,17 @@ class Settings:
         """Whether the most probable token is taken."""
         return self.temperature == 0
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether the scores of a token depend on the tokens before it beyond what the target makes of them."""
+        return self.repetition_penalty != 1.0 or bool(self.processors)
+
 
 def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:
-    """Return fp32 scores [V] after penalty, temperature, top-k, top-p and min-p, in transformers' order.
+    """Return fp32 scores [V] after penalty, processors, temperature, top-k, top-p and min-p, in transformers' order.
 
-    Excluded tokens are -inf. `history` is every token before the one to be chosen, prompt included.
+    Excluded tokens are -inf. `history` is every token before the one to be chosen, prompt included. Raises HeadwayError
+    when a processor gives back another shape.
     """
     score = logits_V.float()
     if settings.repetition_penalty != 1.0 and history:
@@ -73,7 +90,33 @@ def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:
         value = score[seen]
         score = score.clone()
         score[seen] = torch.where(value < 0, value * settings.repetition_penalty, value / settings.repetition_penalty)
+    for processor in settings.processors:
+        before = score.shape
+        score = processor(torch.tensor([history], device=score.device), score[None].clone())[0]
+        if score.shape != before:
+            raise HeadwayError(
+                f"processor {_name(processor)} gave scores of shape {[1, *score.shape]} for {[1, *before]}; it must return "
+                "one score for each word"
+            )
     return process_rows(score[None], settings)[0]
+
+
+def _name(processor: Processor) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
+def check_chosen(best: float, settings: Settings, position: int) -> None:
+    """Raise HeadwayError when the best score of a position is no number, or every token is excluded."""
+    if best != best:
+        raise HeadwayError(
+            f"the scores for position {position} are not numbers (NaN); is the target whole, and its dtype wide enough? "
+            "float16 overflows in some models, bfloat16 and float32 do not"
+        )
+    if best == -torch.inf:
+        names = ", ".join(map(_name, settings.processors)) or "the settings"
+        raise HeadwayError(
+            f"every token is excluded at position {position} (by {names}); allow at least one, an end id, say"
+        )
 
 
 def process_rows(logits_MV: Tensor, settings: Settings) -> Tensor:
@@ -166,16 +209,21 @@ def gumbel(seed: int, key: int, position: int, ids: Tensor) -> Tensor:
 
 def choose(score_V: Tensor, settings: Settings, key: int, position: int) -> int:
     """Return the token chosen from processed scores for the sequence position `position`."""
+    best = int(score_V.argmax())  # NaN counts as the greatest
+    check_chosen(float(score_V[best]), settings, position)
     if settings.greedy:
-        return int(score_V.argmax())
+        return best
     ids = (score_V > -torch.inf).nonzero()[:, 0]
     return int(ids[(score_V[ids].double() + gumbel(settings.seed, key, position, ids)).argmax()])
 
 
 def choose_rows(score_MV: Tensor, settings: Settings, keys: list[int], positions: list[int]) -> list[int]:
     """Return the token chosen from each row of processed scores, all under one sampling setting; see `choose`."""
+    value_M, best_M = score_MV.max(-1)
+    for value, position in zip(value_M.tolist(), positions, strict=True):
+        check_chosen(value, settings, position)
     if settings.greedy:
-        return [int(token) for token in score_MV.argmax(-1)]
+        return [int(token) for token in best_M]
     words = [noise_words(settings.seed, key, position) for key, position in zip(keys, positions, strict=True)]
     low_M, high_M = torch.tensor(words, device=score_MV.device).T
     row, ids = (score_MV > -torch.inf).nonzero(as_tuple=True)
