@@ -121,6 +121,7 @@ def generate_command(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Text file; - is standard input.")] = None,
     max_new_tokens: NewTokensOption = 128,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="No end of the answer before that many.")] = 0,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
@@ -156,6 +157,7 @@ def generate_command(
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
     settings = Settings(
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         temperature=_temperature(accept, temperature),
         top_p=top_p,
         top_k=top_k,
