@@ -30,6 +30,8 @@ DOUBT = 1.5
 last gave the longest accepted length with an EAGLE-3 head of an hour's training (0.8 / top-p 0.9: 1.71 to 1.79)."""
 UNLIKELY = -20.0
 """Log-probability of a token that the settings exclude under q; under p they may not."""
+LEAST = -1e3
+"""Log-probability of a token that the head excludes, or of which it gives no number."""
 
 
 @dataclass
@@ -136,7 +138,10 @@ def _grow_static(
                 f"the tree takes rank {most - 1}, the head's vocabulary has {logits_BNV.shape[-1]} words; "
                 f"use ranks 0..{logits_BNV.shape[-1] - 1}"
             )
-        best_BNK, _ = _best(head, logits_BNV, most, draws, d)
+        if draws is None:
+            best_BNK = logits_BNV.topk(most, dim=-1).indices
+        else:
+            best_BNK, _ = _best(head, logits_BNV, most, draws, d)
         token_BN = _to_target(head, best_BNK[:, layout.parent[d], layout.rank[d]])
         tokens.append(token_BN)
         if d + 1 < policy.depth:
@@ -159,7 +164,7 @@ def _grow_dynamic(
         logits_BNV, state = head.step(state, frontier)
         index_BNK, logp_BNK = _best(head, logits_BNV, min(policy.top_k, logits_BNV.shape[-1]), draws, d)
         # A child's score must be below its parent's even where the head is certain, so that the best nodes form a tree.
-        child_BC = (score_BN[:, :, None] + logp_BNK.clamp(max=-1e-6)).flatten(1)
+        child_BC = (score_BN[:, :, None] + logp_BNK.nan_to_num(nan=LEAST).clamp(LEAST, -1e-6)).flatten(1)
         token_BC = _to_target(head, index_BNK).flatten(1)
         parent_BC = node_BN[:, :, None].expand_as(index_BNK).flatten(1)
         tokens.append(token_BC)

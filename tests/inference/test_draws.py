@@ -116,3 +116,22 @@ def test_only_drawn_rows_are_ranked_otherwise(twelve: Target) -> None:
         assert with_noise.parents[b] == without.parents[b]
     assert with_noise.token_BN[2].tolist() != without.token_BN[2].tolist()
     assert Draws.of(kinds[:2], [0, 1], [9, 9]) is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "top_p": 0.9}])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_head_that_gives_no_numbers_costs_no_token(
+    twelve: Target, name: str, fields: dict[str, Any], some: bool, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = random_head("eagle3", twelve)
+    step = head.step
+
+    def broken(state: Any, frontier: Frontier) -> tuple[Tensor, Any]:
+        logits_BNV, state = step(state, frontier)
+        return logits_BNV.clone().index_fill_(2, torch.arange(1, 200 if not some else 150), value), state
+
+    monkeypatch.setattr(head, "step", broken)
+    got = answer(twelve, head, POLICIES[name], seed=3, **fields)
+    assert got.token_ids == plain(twelve, PROMPT, Settings(max_new_tokens=33, eos_ids=(), seed=3, **fields))
