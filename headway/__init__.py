@@ -18,6 +18,7 @@ del _root
 if TYPE_CHECKING:
     from headway.heads.common.checkpoint import load_head, push_to_hub, save_head
     from headway.heads.common.errors import HeadwayError
+    from headway.inference.custom_generate import headway_generate
     from headway.inference.generate import Request, Result, generate
     from headway.inference.sampling import Settings
     from headway.inference.target import Target
@@ -31,6 +32,7 @@ _LAZY = {
     "Settings": "headway.inference.sampling",
     "Target": "headway.inference.target",
     "generate": "headway.inference.generate",
+    "headway_generate": "headway.inference.custom_generate",
     "load_head": "headway.heads.common.checkpoint",
     "push_to_hub": "headway.heads.common.checkpoint",
     "save_head": "headway.heads.common.checkpoint",
@@ -43,6 +45,7 @@ __all__ = [
     "Target",
     "__version__",
     "generate",
+    "headway_generate",
     "load_head",
     "push_to_hub",
     "save_head",

@@ -41,6 +41,8 @@ class Request:
     id: Any = 0
     key: int = 0
     """With the seed, names this row's noise; two requests of one seed and key draw the same numbers."""
+    ends: Callable[[list[int]], bool] | None = None
+    """Asked after each emitted token, with the prompt and all tokens so far, whether the answer ends there."""
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Result:
     token_ids: list[int]
     """The emitted tokens, the end token included when one was emitted."""
     finish_reason: str
-    """`stop` (an end id), `stop_string`, `length` (max_new_tokens) or `context` (the target's positions ran out)."""
+    """`stop` (an end id), `stop_string`, `length` (max_new_tokens), `context` (the target's positions ran out) or `asked`
+    (by the request's `ends`)."""
     rounds: int
     """Target passes after the prefill."""
     accepted_per_round: list[int]
@@ -82,12 +85,18 @@ class Times:
 
 
 @torch.inference_mode()
-def plain(target: Target, prompt_ids: list[int], settings: Settings, key: int = 0) -> list[int]:
+def plain(
+    target: Target,
+    prompt_ids: list[int],
+    settings: Settings,
+    key: int = 0,
+    ends: Callable[[list[int]], bool] | None = None,
+) -> list[int]:
     """Return the new tokens of one prompt, by one stock forward per token on the model's own cache.
 
     The reference that everything else is compared with; it shares only the choice of a token with the fast path.
     """
-    row = _Row(Request(prompt_ids, settings, key=key), target)
+    row = _Row(Request(prompt_ids, settings, key=key, ends=ends), target)
     ids = torch.tensor([prompt_ids], device=target.device)
     cache: Any = None
     while True:
@@ -183,7 +192,7 @@ def _plain_rows(
 ) -> Iterator[Result]:
     for request in requests:
         row = _Row(request, target)
-        tokens = plain(target, request.prompt_ids, request.settings, request.key)
+        tokens = plain(target, request.prompt_ids, request.settings, request.key, request.ends)
         row.emit(tokens)
         if on_tokens:
             on_tokens(request, tokens)
@@ -246,6 +255,8 @@ class _Row:
                 self.finish_reason = "stop_string"
             elif len(self.emitted) == self.budget:
                 self.finish_reason = self.by_length
+            elif self.request.ends is not None and self.request.ends(self.history):
+                self.finish_reason = "asked"
             if self.finish_reason:
                 break
         return taken
