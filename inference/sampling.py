@@ -120,7 +120,7 @@ def check_chosen(best: float, settings: Settings, position: int) -> None:
 
 
 def process_rows(logits_MV: Tensor, settings: Settings) -> Tensor:
-    """Return fp32 scores [M, V] of rows that share sampling settings and have no repetition penalty; see `process`."""
+    """Return fp32 scores [M, V] of rows that share sampling settings and need no history; see `process`."""
     score = logits_MV.float()
     if settings.greedy:
         return score

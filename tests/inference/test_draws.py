@@ -11,11 +11,11 @@ from torch import Tensor
 from headway.heads.common.protocol import Context, Frontier, Head, HeadConfig
 from headway.inference import draft
 from headway.inference.draft import Draws, grow
-from headway.inference.generate import Request, Result, generate, plain
+from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import DynamicTree, Policy, chain
-from tests.inference.helpers import POLICIES, encode, random_head
+from tests.inference.helpers import POLICIES, answer, encode, random_head
 from tests.tiny import llama12, target
 
 PROMPT = encode("The cat sat")
@@ -65,13 +65,6 @@ def twelve() -> Target:
     return target(llama12())
 
 
-def answer(t: Target, head: Head, policy: Policy, **fields: Any) -> Result:
-    (result,) = generate(
-        t, [Request(PROMPT, Settings(max_new_tokens=33, eos_ids=(), **fields))], head=head, policy=policy
-    )
-    return result
-
-
 @pytest.mark.parametrize("fields", SAMPLED)
 @pytest.mark.parametrize("policy", [chain(3), DynamicTree(depth=3, top_k=2, nodes=15)])
 def test_who_knows_the_scores_never_misses(
@@ -79,10 +72,10 @@ def test_who_knows_the_scores_never_misses(
 ) -> None:
     monkeypatch.setattr(draft, "CANDIDATES", twelve.info.vocab_size)  # a random model has no likely tokens
     monkeypatch.setattr(draft, "DOUBT", 0.01)  # and this head has no doubts
-    knowing = answer(twelve, Knowing(twelve), policy, seed=5, **fields)
+    knowing = answer(twelve, PROMPT, Knowing(twelve), policy, max_new_tokens=33, seed=5, **fields)
     assert knowing.accepted_per_round == [4] * 8, "a token comes from the prefill, the other 32 in fours"
     monkeypatch.setattr(Draws, "of", staticmethod(lambda *given: None))
-    blind = answer(twelve, Knowing(twelve), policy, seed=5, **fields)
+    blind = answer(twelve, PROMPT, Knowing(twelve), policy, max_new_tokens=33, seed=5, **fields)
     assert blind.token_ids == knowing.token_ids
     assert blind.accepted_length < 3, "the control: without the noise the likeliest tokens are drafted, and missed"
 
@@ -133,5 +126,5 @@ def test_a_head_that_gives_no_numbers_costs_no_token(
         return logits_BNV.clone().index_fill_(2, torch.arange(1, 200 if not some else 150), value), state
 
     monkeypatch.setattr(head, "step", broken)
-    got = answer(twelve, head, POLICIES[name], seed=3, **fields)
+    got = answer(twelve, PROMPT, head, POLICIES[name], max_new_tokens=33, seed=3, **fields)
     assert got.token_ids == plain(twelve, PROMPT, Settings(max_new_tokens=33, eos_ids=(), seed=3, **fields))

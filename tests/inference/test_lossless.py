@@ -50,9 +50,9 @@ TEXT = encode("The cat sat on the mat and then")
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture(name: str, attn: str) -> None:
+    """Every family and tree on the attention that needs no kernel; one of each on the one that decodes fast."""
     if attn == "sdpa" and name in EAGER_ONLY:
         pytest.skip("transformers runs this model with eager attention only")
-    """Every family and tree on the attention that needs no kernel; one of each on the one that decodes fast."""
     t = target(build(3, attn, **{"model_type": name, **ARCHITECTURES[name]}))
     assert t.mode == "tree", t.mode_reason
     want = hf_greedy(t.model, TEXT, 28)
