@@ -308,15 +308,28 @@ def bench_command(
         for name, source in inputs.head_names(sources).items()
     }
     said = shlex.join(["headway", *sys.argv[1:]])
+    what = {"throughput": throughput, "batch": batch, "settings": settings, "trees": [p for _, p in heads.values()]}
+    unfinished = inputs.unfinished("bench", loaded, sources, chosen, what)
     if throughput:
-        report = measure.throughput(loaded, chosen, settings, batch_size=batch, command=said)
+        progress = Progress("bench: answers", 2 * len(chosen))
+        report = measure.throughput(
+            loaded,
+            chosen,
+            settings,
+            batch_size=batch,
+            command=said,
+            on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+            unfinished=unfinished,
+        )
+        progress.close(f"bench: {progress.tokens} tokens in {progress.elapsed:.0f} s")
         report["prompts"]["files"] = prompts
         measure.print_throughput(report)
         if out is not None:
             measure.save_report(report, out)
             print(f"headway: wrote {out}", file=sys.stderr)
+        unfinished.finish()
         return
-    progress = Progress("bench: prompts", len(chosen))
+    progress = Progress("bench: prompts", max(0, len(chosen) - batch * len(unfinished.done)))
     report = measure.bench(
         loaded,
         heads,
@@ -325,6 +338,7 @@ def bench_command(
         batch_size=batch,
         command=said,
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        unfinished=unfinished,
     )
     count, ended = report["prompts"]["count"], "interrupted after " if report["prompts"]["interrupted"] else ""
     progress.close(f"bench: {ended}{count} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
@@ -339,6 +353,7 @@ def bench_command(
             print(f"headway: wrote {picture}", file=sys.stderr)
     if report["prompts"]["interrupted"]:
         raise KeyboardInterrupt
+    unfinished.finish()
 
 
 @command("eval")
@@ -381,7 +396,9 @@ def eval_command(
     loaded_head = load_head(source, loaded, other_target=other_target)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     check_policy(policy, loaded_head.max_depth)
-    rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch)
+    what = {"max_new_tokens": max_new_tokens, "batch": batch, "tree": policy.describe()}
+    unfinished = inputs.unfinished("eval", loaded, [source], chosen, what)
+    rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch, unfinished)
     report = {
         "target": target,
         "head": source,
@@ -397,16 +414,17 @@ def eval_command(
         print(json.dumps(report, ensure_ascii=False))
     else:
         _show_rows(f"{source} on {target}, {policy.describe()}", rows)
+    unfinished.finish()
 
 
 def _accepted_lengths(
-    target: Any, head: Any, policy: Any, prompts: list[Any], max_new_tokens: int, batch: int
+    target: Any, head: Any, policy: Any, prompts: list[Any], max_new_tokens: int, batch: int, unfinished: Any
 ) -> list[dict]:
     """Return a row per category and one of all."""
     from headway.data.progress import Progress
     from headway.train.evaluate import evaluate_accepted_length
 
-    progress = Progress("eval: prompts", len(prompts))
+    progress = Progress("eval: prompts", len(prompts) - len(unfinished.done))
     rows = []
     for category in sorted({category for _, category, _ in prompts}):
         ids = [prompt for _, its, prompt in prompts if its == category]
@@ -416,7 +434,15 @@ def _accepted_lengths(
             return False
 
         row = evaluate_accepted_length(
-            target, head, policy, ids, max_new_tokens=max_new_tokens, batch_size=batch, stop=answered
+            target,
+            head,
+            policy,
+            ids,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch,
+            stop=answered,
+            unfinished=unfinished,
+            part=f"{category} ",
         )
         rows.append({"category": category, **row})
     progress.close(f"eval: {len(prompts)} prompts in {progress.elapsed:.0f} s")
@@ -611,7 +637,8 @@ def tune_command(
     inputs.check_head(source, info)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
-    progress = Progress("tune: answers", len(chosen), seconds=seconds)
+    unfinished = inputs.unfinished("tune", loaded, [source], chosen, {"max_new_tokens": max_new_tokens})
+    progress = Progress("tune: answers", len(chosen) - len(unfinished.done), seconds=seconds)
     report = tune(
         loaded,
         load_head(source, loaded, other_target=other_target),
@@ -619,8 +646,10 @@ def tune_command(
         max_new_tokens=max_new_tokens,
         seconds=seconds,
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        unfinished=unfinished,
     )
     save_policy(source, loaded, report)
+    unfinished.finish()
     progress.close(f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {device}, {loaded.dtype}")
     if as_json:
         print(json.dumps(report, ensure_ascii=False))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headway.inference.bench import Prompt
     from headway.inference.target import Target
     from headway.inference.tree import Policy
+    from headway.inference.unfinished import Unfinished
 
 
 def quiet() -> None:
@@ -134,6 +135,23 @@ def check_length(info: TargetInfo, size: int) -> None:
     limit = context_size(info)
     if size >= limit:
         raise HeadwayError(f"the prompt has {size} tokens, {info.name} takes {limit - 1} at most; shorten it")
+
+
+def unfinished(
+    what: str, target: Target, heads: Sequence[str], prompts: Sequence[Prompt], settings: dict[str, Any]
+) -> Unfinished:
+    """Return the parts that the same measurement made before it was interrupted."""
+    from headway.heads.common.checkpoint import WEIGHTS
+    from headway.inference.unfinished import Unfinished, file_identity
+
+    weights = [Path(head) / WEIGHTS for head in heads]
+    identity = {
+        "target": [target.info.name, target.info.revision, str(target.dtype), str(target.device), target.mode],
+        "heads": [file_identity(path) if path.is_file() else str(path) for path in weights],
+        "prompts": [list(prompt) for prompt in prompts],
+        **settings,
+    }
+    return Unfinished(what, identity)
 
 
 def bench_prompts(

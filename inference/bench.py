@@ -17,7 +17,7 @@ import json
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -36,6 +36,7 @@ from headway.inference.generate import Request, Times, default_policy, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import Policy, check_policy
+from headway.inference.unfinished import Unfinished
 
 Prompt = tuple[str, str, list[int]]
 """(id, category, token ids)."""
@@ -71,44 +72,53 @@ def bench(
     seconds: float | None = None,
     command: str = "",
     on_progress: Callable[[int, int], None] | None = None,
+    unfinished: Unfinished | None = None,
 ) -> dict[str, Any]:
     """Return the report of all methods on `prompts`; `heads` maps a name to a head and its tree (None: the default).
 
     After `seconds` no further prompts are begun (the first are); the report counts those that were measured. Ctrl-C
     ends it as if time were up, without the prompts that were under way, once any are measured; `interrupted` says so.
-    `on_progress(prompts done, tokens made)` is called as it goes. Raises HeadwayError for no prompts, a tree deeper
-    than its head, or a head named as one of the methods is.
+    What `unfinished` holds is not measured again, and what is measured goes into it; `continued` counts the prompts that
+    came from it. `on_progress(prompts done, tokens made)` is called as it goes. Raises HeadwayError for no prompts, a
+    tree deeper than its head, or a head named as one of the methods is.
     """
-    if not prompts:
-        raise HeadwayError("no prompts to measure; give at least one")
     policies = _policies(heads)
+    numbered = _numbered(prompts)
     tallies = {TRANSFORMERS: _Tally(TRANSFORMERS), PLAIN: _Tally(PLAIN)}
-    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target), PLAIN: _headway_run(target, tallies[PLAIN].times)}
+    clocks = {name: Times() for name in (TRANSFORMERS, PLAIN, *heads)}
+    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target), PLAIN: _headway_run(target, clocks[PLAIN])}
     for name, (head, _) in heads.items():
         tallies[name] = _Tally(name, tree=policies[name].describe())
-        runs[name] = _headway_run(target, tallies[name].times, head, policies[name])
-    numbered = list(enumerate(prompts))
+        runs[name] = _headway_run(target, clocks[name], head, policies[name])
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
-    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
-    for run in runs.values():
-        run(groups[0], short)
-    for tally in tallies.values():
-        tally.forget_warm_up()
+    known, keep = _kept(unfinished)
+    progress = on_progress or (lambda items, tokens: None)
+    if len(known) < len(groups):
+        short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
+        for run in runs.values():
+            run(groups[0], short)
     names = list(runs)
-    start, measured, interrupted = perf_counter(), 0, False
+    start, measured, continued, interrupted = perf_counter(), 0, 0, False
     for i, group in enumerate(groups):
-        if measured and seconds is not None and perf_counter() - start > seconds:
+        if str(i) in known:
+            parts = {name: _Part.read(known[str(i)][name]) for name in names}
+            continued += len(group)
+        elif measured and seconds is not None and perf_counter() - start > seconds:
             break
-        try:
-            _measure(runs, tallies, names[i % len(names) :] + names[: i % len(names)], group, settings, on_progress)
-        except KeyboardInterrupt:
-            if not measured:
-                raise
-            interrupted = True
-            break
+        else:
+            order = names[i % len(names) :] + names[: i % len(names)]
+            try:
+                parts = _measure(runs, clocks, order, group, settings, progress)
+            except KeyboardInterrupt:
+                if not measured:
+                    raise
+                interrupted = True
+                break
+            keep(str(i), {name: asdict(part) for name, part in parts.items()})
+            progress(len(group), 0)
+        for name, tally in tallies.items():
+            tally.add(group, parts[name])
         measured += len(group)
-        if on_progress:
-            on_progress(len(group), 0)
     return {
         "format": FORMAT,
         "target": target.info.name,
@@ -122,6 +132,7 @@ def bench(
             "count": measured,
             "left_out": len(prompts) - measured,
             "interrupted": interrupted,
+            "continued": continued,
             "categories": sorted({category for _, category, _ in prompts[:measured]}),
         },
         "rows": [tally.row(tallies, settings) for tally in tallies.values()],
@@ -130,30 +141,49 @@ def bench(
     }
 
 
+def _kept(unfinished: Unfinished | None) -> tuple[dict[str, Any], Callable[[str, Any], None]]:
+    """Return the parts that are done, and what keeps another."""
+    if unfinished is None:
+        return {}, lambda part, value: None
+    return dict(unfinished.done), unfinished.keep
+
+
+def _numbered(prompts: Sequence[Prompt]) -> list[tuple[int, Prompt]]:
+    if not prompts:
+        raise HeadwayError("no prompts to measure; give at least one")
+    return list(enumerate(prompts))
+
+
+@dataclass
+class _Part:
+    """What one method made of one group of prompts."""
+
+    answers: list[Answer]
+    seconds: float
+    times: Times
+
+    @staticmethod
+    def read(kept: dict[str, Any]) -> _Part:
+        return _Part([Answer(**answer) for answer in kept["answers"]], kept["seconds"], Times(**kept["times"]))
+
+
 def _measure(
     runs: Mapping[str, Run],
-    tallies: Mapping[str, _Tally],
+    clocks: Mapping[str, Times],
     order: Sequence[str],
     group: Sequence[tuple[int, Prompt]],
     settings: Settings,
-    on_progress: Callable[[int, int], None] | None,
-) -> None:
-    """Have every method answer a group, in this order, and count all of it, or nothing where it is interrupted."""
-    before = {name: copy(tally.times) for name, tally in tallies.items()}
-    done = {}
-    try:
-        for name in order:
-            begin = perf_counter()
-            answers = runs[name](group, settings)
-            done[name] = answers, perf_counter() - begin
-            if on_progress:
-                on_progress(0, sum(len(answer.token_ids) for answer in answers))
-    except KeyboardInterrupt:
-        for name, tally in tallies.items():
-            tally.times = before[name]
-        raise
-    for name, tally in tallies.items():
-        tally.add(group, *done[name])
+    progress: Callable[[int, int], None],
+) -> dict[str, _Part]:
+    """Have every method answer a group, in this order; return what each made."""
+    parts = {}
+    for name in order:
+        clocks[name].clear()
+        begin = perf_counter()
+        answers = runs[name](group, settings)
+        parts[name] = _Part(answers, perf_counter() - begin, copy(clocks[name]))
+        progress(0, sum(len(answer.token_ids) for answer in answers))
+    return parts
 
 
 def _policies(heads: Mapping[str, tuple[Head, Policy | None]]) -> dict[str, Policy]:
@@ -168,38 +198,57 @@ def _policies(heads: Mapping[str, tuple[Head, Policy | None]]) -> dict[str, Poli
 
 
 def throughput(
-    target: Target, prompts: Sequence[Prompt], settings: Settings, *, batch_size: int, command: str = ""
+    target: Target,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    batch_size: int,
+    command: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+    unfinished: Unfinished | None = None,
 ) -> dict[str, Any]:
     """Return tokens per second over a whole set of prompts: a transformers.generate loop over batches, and Headway.
 
     This is what distilling costs. The loop answers `batch_size` prompts at a time, left-padded, sorted by length, until
     the last of them is done; Headway lets waiting prompts in as rows end. Half of the loop runs before Headway and half
-    after it, so that a machine that slows down slows both. Raises HeadwayError for no prompts.
+    after it, so that a machine that slows down slows both. What `unfinished` holds is not measured again: batches of the
+    loop, and Headway's run, which is one part. `on_progress(answers, tokens)` counts the answers of both. Raises
+    HeadwayError for no prompts.
     """
-    if not prompts:
-        raise HeadwayError("no prompts to measure; give at least one")
-    numbered = sorted(enumerate(prompts), key=lambda pair: len(pair[1][2]))
+    numbered = sorted(_numbered(prompts), key=lambda pair: len(pair[1][2]))
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
     run = _transformers_run(target)
     requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in enumerate(prompts)]
     short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
     run(groups[0], short)
     list(generate(target, [replace(r, settings=short) for r in requests[:batch_size]], batch_size=batch_size))
+    known, keep = _kept(unfinished)
     seconds = dict.fromkeys((TRANSFORMERS, PLAIN), 0.0)
+
+    def part(name: str, method: str, answering: Iterable[tuple[int, list[int]]]) -> dict[int, list[int]]:
+        """Return the answers of one part by prompt number, and count its seconds."""
+        if name not in known:
+            begin, made = perf_counter(), []
+            for number, ids in answering:
+                made.append((number, ids))
+                if on_progress:
+                    on_progress(1, len(ids))
+            known[name] = made, perf_counter() - begin
+            keep(name, known[name])
+        made, took = known[name]
+        seconds[method] += took
+        return dict(made)
+
+    def loop(group: Sequence[tuple[int, Prompt]]) -> Iterator[tuple[int, list[int]]]:
+        for (number, _), answer in zip(group, run(group, settings), strict=True):
+            yield number, answer.token_ids
+
     answers: dict[int, list[int]] = {}
-
-    def loop(part: Sequence[Sequence[tuple[int, Prompt]]]) -> None:
-        begin = perf_counter()
-        for group in part:
-            for (number, _), answer in zip(group, run(group, settings), strict=True):
-                answers[number] = answer.token_ids
-        seconds[TRANSFORMERS] += perf_counter() - begin
-
-    loop(groups[::2])
-    begin = perf_counter()
-    ours = {result.id: result.token_ids for result in generate(target, requests, batch_size=batch_size)}
-    seconds[PLAIN] = perf_counter() - begin
-    loop(groups[1::2])
+    for i in range(0, len(groups), 2):
+        answers |= part(f"loop {i}", TRANSFORMERS, loop(groups[i]))
+    ours = part(PLAIN, PLAIN, ((r.id, r.token_ids) for r in generate(target, requests, batch_size=batch_size)))
+    for i in range(1, len(groups), 2):
+        answers |= part(f"loop {i}", TRANSFORMERS, loop(groups[i]))
     made = {TRANSFORMERS: sum(map(len, answers.values())), PLAIN: sum(map(len, ours.values()))}
     speed = {name: made[name] / seconds[name] for name in made}
     same = sum(ours[n] == ids for n, ids in answers.items()) / len(answers) if settings.greedy else None
@@ -288,19 +337,16 @@ class _Tally:
     by_category: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     """Category -> [tokens emitted in rounds, rounds]."""
 
-    def forget_warm_up(self) -> None:
-        self.times.draft = self.times.verify = self.times.other = 0.0
-        self.times.rounds = 0
-
-    def add(self, group: Sequence[tuple[int, Prompt]], answers: Sequence[Answer], seconds: float) -> None:
-        self.seconds += seconds
-        for (number, (prompt_id, category, _)), answer in zip(group, answers, strict=True):
+    def add(self, group: Sequence[tuple[int, Prompt]], part: _Part) -> None:
+        self.seconds += part.seconds
+        self.times.add(part.times)
+        for (number, (prompt_id, category, _)), answer in zip(group, part.answers, strict=True):
             self.answers[number] = answer
             self.by_category[category][0] += answer.in_rounds
             self.by_category[category][1] += answer.rounds
             # Prompts of one batch share its seconds.
             entry = {"name": self.name, "id": prompt_id, "category": category, "tokens": len(answer.token_ids)}
-            self.entries.append({**entry, "rounds": answer.rounds, "seconds": round(seconds / len(group), 4)})
+            self.entries.append({**entry, "rounds": answer.rounds, "seconds": round(part.seconds / len(group), 4)})
 
     @property
     def tokens(self) -> int:

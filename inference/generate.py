@@ -83,6 +83,18 @@ class Times:
     rounds: int = 0
     on: bool = True
 
+    def clear(self) -> None:
+        """Begin at nothing."""
+        self.draft = self.verify = self.other = 0.0
+        self.rounds = 0
+
+    def add(self, more: Times) -> None:
+        """Count what another counted."""
+        self.draft += more.draft
+        self.verify += more.verify
+        self.other += more.other
+        self.rounds += more.rounds
+
 
 @torch.inference_mode()
 def plain(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -30,6 +30,7 @@ from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import OFF, DynamicTree, Policy, StaticTree, Tree, chain, parse_policy, static_from_hits
+from headway.inference.unfinished import Unfinished
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 PLAIN_TOKENS = 16
@@ -61,6 +62,23 @@ class Recording:
             self.paths.append(path[1:])
             parents = tree.parents[b]
             self.choices.append(tuple(parents[:node].count(parents[node]) for node in path[1:]))
+
+    def extend(self, more: Recording) -> None:
+        """Take the rounds of another recording."""
+        self.order += more.order
+        self.depths += more.depths
+        self.paths += more.paths
+        self.choices += more.choices
+        self._ranks.clear()
+
+    def plain(self) -> dict[str, Any]:
+        """Return the rounds as JSON can hold them."""
+        return {"order": self.order, "depths": self.depths, "paths": self.paths, "choices": self.choices}
+
+    @staticmethod
+    def read(rounds: dict[str, Any]) -> Recording:
+        """Return the recording that `plain` gave."""
+        return Recording(**{**rounds, "choices": [tuple(choices) for choices in rounds["choices"]]})
 
     def accepted(self, nodes: int, depth: int) -> float:
         """Return the mean accepted nodes of the tree of the `nodes` best nodes (root included) down to `depth`."""
@@ -109,12 +127,13 @@ def tune(
     repeats: int = 7,
     seconds: float | None = None,
     on_progress: Callable[[int, int], None] = lambda items, tokens: None,
+    unfinished: Unfinished | None = None,
 ) -> dict[str, Any]:
     """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it.
 
     Times are medians in milliseconds at batch 1 with `context` cached tokens. After `seconds` no further prompt is
-    answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Raises HeadwayError
-    without prompts.
+    answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Answers that `unfinished`
+    holds are not made again; costs always are measured. Raises HeadwayError without prompts.
     """
     if not prompts:
         raise HeadwayError("tuning needs at least one calibration prompt")
@@ -122,16 +141,7 @@ def tune(
         return {"policy": OFF.describe(), "expected_accepted_length": 1.0, "reason": target.mode_reason}
     depth = min(depth, head.max_depth or depth)
     wide = DynamicTree(depth=depth, top_k=top_k, nodes=max(WIDTHS))
-    recording, settings, times = Recording(), Settings(max_new_tokens=max_new_tokens), Times()
-    requests = [Request(ids, settings, id=i) for i, ids in enumerate(prompts)]
-    begin = perf_counter()
-    emitted = lambda request, tokens: on_progress(0, len(tokens))  # noqa: E731
-    for _ in generate(
-        target, requests, head=head, policy=wide, on_tokens=emitted, observe=recording.observe, times=times
-    ):
-        on_progress(1, 0)
-        if seconds is not None and perf_counter() - begin > seconds:
-            break
+    recording, times = _record(target, head, wide, prompts, max_new_tokens, seconds, on_progress, unfinished)
     without = Times()  # rounds without a head have their accepting and committing too
     list(generate(target, [Request(prompts[0], Settings(max_new_tokens=PLAIN_TOKENS))], times=without))
     verify = measure_verify(target, context, repeats, head)
@@ -174,6 +184,41 @@ def tune(
         "rounds_recorded": len(recording.paths),
         "candidates": sorted(rows, key=lambda row: -row["tokens_per_ms"])[:12],
     }
+
+
+def _record(
+    target: Target,
+    head: Head,
+    wide: Policy,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    seconds: float | None,
+    on_progress: Callable[[int, int], None],
+    unfinished: Unfinished | None,
+) -> tuple[Recording, Times]:
+    """Answer the calibration prompts with the wide tree; return its rounds and where their time went."""
+    recording, times = Recording(), Times()
+    settings, begin = Settings(max_new_tokens=max_new_tokens), perf_counter()
+    for i, ids in enumerate(prompts):
+        known = None if unfinished is None else unfinished.done.get(str(i))
+        if known is not None:
+            recording.extend(Recording.read(known["rounds"]))
+            times.add(Times(**known["times"]))
+            continue
+        if recording.paths and seconds is not None and perf_counter() - begin > seconds:
+            break
+        answer, clock = Recording(), Times()
+        emitted = lambda request, tokens: on_progress(0, len(tokens))  # noqa: E731
+        request = Request(ids, settings, id=i)
+        list(
+            generate(target, [request], head=head, policy=wide, on_tokens=emitted, observe=answer.observe, times=clock)
+        )
+        recording.extend(answer)
+        times.add(clock)
+        if unfinished is not None:
+            unfinished.keep(str(i), {"rounds": answer.plain(), "times": asdict(clock)})
+        on_progress(1, 0)
+    return recording, times
 
 
 def _candidate(policy: Policy, accepted: float, cost_ms: float) -> dict[str, Any]:

@@ -32,6 +32,12 @@ def real_model() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that a test leaves unfinished are no other test's beginning, nor left in the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
 def _real_needs_the_model(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test marked `real` gets the model, or is skipped, even when it does not name the fixture; and more cores."""
     if not request.node.get_closest_marker("real"):

@@ -20,6 +20,7 @@ from headway.heads.common.protocol import find_family
 from headway.inference.generate import plain
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
+from headway.inference.unfinished import Unfinished
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -360,6 +361,48 @@ def test_an_interrupted_bench_writes_what_it_has(run: Run, tmp_path: Path, monke
     assert "interrupted after 1 prompts" in err
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["prompts"]["interrupted"], report["prompts"]["left_out"]) == (True, 2)
+    monkeypatch.setattr(measure, "_headway_run", real)
+    code, out, err = run(*BENCH, "--prompts", "prompts.jsonl", "--out", str(tmp_path / "r.json"))
+    assert code == 0
+    assert "1 parts were measured before" in err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [report["prompts"][key] for key in ("count", "continued", "interrupted")] == [3, 1, False]
+    assert "measured before" not in run(*BENCH, "--prompts", "prompts.jsonl")[2]
+
+
+@pytest.mark.parametrize("command", ["eval", "tune", "throughput"])
+def test_an_interrupted_measurement_is_continued(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after two parts; the same command makes the others, and another dtype none of them."""
+    asked = {
+        "eval": ("eval", "-t", "target", "--head", "eagle3", "--prompts", "prompts.jsonl", "-n", "8", "--json"),
+        "tune": ("tune", "-t", "target", "--head", "eagle3", "--prompts", "prompts.jsonl", "-n", "8", "--json"),
+        "throughput": ("bench", "-t", "target", "--throughput", "--prompts", "prompts.jsonl", "-n", "8"),
+    }[command]
+    keep, parts = Unfinished.keep, []
+
+    def keep_two(self: Unfinished, part: str, value: Any) -> None:
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        parts.append(part)
+        keep(self, part, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "keep", keep_two)
+        code, out, _ = run(*asked)
+    assert (code, out) == (130, "")
+    assert "measured before" not in run(*asked, "--dtype", "bfloat16")[2]
+    again: list[str] = []
+    monkeypatch.setattr(Unfinished, "keep", lambda self, part, value: (again.append(part), keep(self, part, value)))
+    code, out, err = run(*asked)
+    assert code == 0, err
+    assert "2 parts were measured before" in err
+    assert again
+    assert not set(again) & set(parts)
+    if command != "throughput":
+        done = json.loads(out)
+        whole = json.loads(run(*asked)[1])
+        key = {"eval": "rows", "tune": "rounds_recorded"}[command]
+        assert done[key] == whole[key]
 
 
 def test_a_damaged_target_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,14 +24,16 @@ from headway.data.manifest import read_json, write_json
 from headway.data.progress import Progress
 from headway.data.prompts import read_rows
 from headway.data.recorded import usual_taps
-from headway.heads.common.checkpoint import load_head
+from headway.heads.common.checkpoint import WEIGHTS, load_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.bench import bench, print_report, require_matplotlib, save_plot, save_report
 from headway.inference.embedded import smollm2
 from headway.inference.sampling import Settings
 from headway.inference.target import Target, fast_dtype
+from headway.inference.tune import FILE as TREE
 from headway.inference.tune import load_policy, save_policy, tune
+from headway.inference.unfinished import Unfinished, file_identity
 from headway.train.batches import make_rows
 from headway.train.config import TrainConfig, make_config
 from headway.train.evaluate import choose_prompts
@@ -146,15 +148,18 @@ def _time_dtypes() -> list[str]:
 
 
 def _tune(target: Target, head: Head, prompts: list[list[int]], folder: Path, seconds: float) -> None:
-    progress = Progress("tune: answers", len(prompts), seconds=seconds)
+    unfinished = Unfinished(f"tune-{folder.parent.name}", _identity([folder], prompts), folder.parent.parent)
+    progress = Progress("tune: answers", len(prompts) - len(unfinished.done), seconds=seconds)
     report = tune(
         target,
         head,
         prompts,
         seconds=seconds,
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        unfinished=unfinished,
     )
     save_policy(folder, target, report)
+    unfinished.finish()
     ratio = report.get("expected_ratio_vs_plain", 1.0)
     progress.close(f"tune: {report['policy']}, expected to be {ratio:.2f} x plain")
 
@@ -171,7 +176,8 @@ def _bench(target: Target, heads: dict[str, Any], folder: Path, seconds: float) 
     prompts = _bench_prompts(target)
     _say(f"6/6 bench: up to {len(prompts)} prompts of HumanEval and GSM8K, {BENCH_TOKENS} tokens each")
     policies = {name: (head, load_policy(folder / name / "head", target.dtype)) for name, head in heads.items()}
-    progress = Progress("bench: prompts", len(prompts), seconds=seconds)
+    unfinished = Unfinished("bench", _identity([folder / name / "head" for name in heads], prompts), folder)
+    progress = Progress("bench: prompts", len(prompts) - len(unfinished.done), seconds=seconds)
     report = bench(
         target,
         policies,
@@ -179,16 +185,23 @@ def _bench(target: Target, heads: dict[str, Any], folder: Path, seconds: float) 
         Settings(max_new_tokens=BENCH_TOKENS),
         seconds=seconds,
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        unfinished=unfinished,
     )
-    progress.close(
-        f"bench: {progress.done} of {len(prompts)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s"
-    )
+    count = report["prompts"]["count"]
+    progress.close(f"bench: {count} of {len(prompts)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
     save_report(report, folder / "report.json")
     print_report(report)
     save_plot(report, folder / "report.png")
     if report["prompts"]["interrupted"]:
         raise KeyboardInterrupt
+    unfinished.finish()
     return report
+
+
+def _identity(heads: list[Path], prompts: Sequence[Any]) -> dict[str, Any]:
+    """Return what a tree or a bench of these heads depends on."""
+    files = [path for head in heads for path in (head / WEIGHTS, head / TREE) if path.is_file()]
+    return {"files": [file_identity(path) for path in files], "prompts": list(prompts)}
 
 
 def _bench_prompts(target: Target) -> list[tuple[str, str, list[int]]]:

@@ -13,6 +13,7 @@ from headway.train.batches import Row
 if TYPE_CHECKING:
     from headway.inference.target import Target
     from headway.inference.tree import Policy
+    from headway.inference.unfinished import Unfinished
 
 
 @torch.no_grad()
@@ -49,29 +50,34 @@ def evaluate_accepted_length(
     max_new_tokens: int = 64,
     batch_size: int = 1,
     stop: Callable[[], bool] = lambda: False,
+    unfinished: Unfinished | None = None,
+    part: str = "",
 ) -> dict[str, Any]:
     """Return `accepted_length` (emitted tokens per target pass), `tokens`, `rounds` and `prompts` of greedy answers.
 
     The mean is over the target passes that each answer took part in, so long answers count for more. `batch_size` answers
-    run together, which is sooner done. `stop` is asked between answers.
+    run together, which is sooner done. `stop` is asked between answers. Prompts that `unfinished` holds, under `part` and
+    their number, are not answered again.
     """
     from headway.inference.generate import Request, generate
     from headway.inference.sampling import Settings
 
     settings = Settings(max_new_tokens=max_new_tokens)
-    requests = [Request(ids, settings, id=i) for i, ids in enumerate(prompts)]
+    numbers = [f"{part}{i}" for i in range(len(prompts))]
+    known = {} if unfinished is None else {n: unfinished.done[n] for n in numbers if n in unfinished.done}
+    requests = [Request(ids, settings, id=n) for n, ids in zip(numbers, prompts, strict=True) if n not in known]
     training = head.training
     head.eval()
-    emitted = rounds = answered = 0
     for result in generate(target, requests, head=head, policy=policy, batch_size=batch_size):
-        emitted += sum(result.accepted_per_round)
-        rounds += result.rounds
-        answered += 1
+        known[result.id] = sum(result.accepted_per_round), result.rounds
+        if unfinished is not None:
+            unfinished.keep(result.id, known[result.id])
         if stop():
             break
     head.train(training)
+    emitted, rounds = (sum(counts[i] for counts in known.values()) for i in (0, 1))
     length = emitted / rounds if rounds else 1.0
-    return {"accepted_length": length, "tokens": emitted, "rounds": rounds, "prompts": answered}
+    return {"accepted_length": length, "tokens": emitted, "rounds": rounds, "prompts": len(known)}
 
 
 def choose_prompts(rows: Sequence[Row], num_prompts: int, room: int) -> list[list[int]]:
