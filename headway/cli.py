@@ -377,7 +377,7 @@ def eval_command(
     from headway import inputs
     from headway.data.chat import use_template
     from headway.heads.common.checkpoint import load_head
-    from headway.inference.generate import default_policy
+    from headway.inference.drafter import default_policy
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
     from headway.inference.tree import check_policy

@@ -32,7 +32,8 @@ import transformers
 from headway import __version__
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
-from headway.inference.generate import Request, Times, default_policy, generate
+from headway.inference.drafter import default_policy
+from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import Policy, check_policy

@@ -1,4 +1,4 @@
-"""Grows a tree from a head: any head, any policy.
+"""Grows a tree from a head, or whatever else drafts level by level, under any policy.
 
 Under sampling, the token that will be emitted at a position is the one of greatest log p + g, where p is the target's
 distribution and g is noise that the seed and the position fix (sampling.py). Only p is unknown while drafting, and the
@@ -11,13 +11,13 @@ Letters: B rows, N frontier nodes, K children of a node, M candidates, V the hea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Context, Frontier, Head, State
-from headway.inference.packed import pack
+from headway.heads.common.protocol import Frontier, State
 from headway.inference.sampling import Settings, noise_of, noise_words
 from headway.inference.tree import DynamicTree, Policy, StaticTree, Template, Tree, template
 
@@ -32,6 +32,17 @@ UNLIKELY = -20.0
 """Log-probability of a token that the settings exclude under q; under p they may not."""
 LEAST = -1e3
 """Log-probability of a token that the head excludes, or of which it gives no number."""
+
+
+class Steps(Protocol):
+    """What drafts level by level: a head, or a model that has its `step`."""
+
+    @property
+    def draft_vocab(self) -> Tensor | None:
+        """Target ids of its vocabulary, or None when that is the target's."""
+
+    def step(self, state: State, frontier: Frontier) -> tuple[Tensor, State]:
+        """Return logits_BNV for the children of each frontier node, and the new state."""
 
 
 @dataclass
@@ -54,7 +65,7 @@ def _draws(settings: Settings) -> bool:
 
 
 @torch.inference_mode()
-def grow(head: Head, state: State, policy: Policy, root_B: Tensor, draws: Draws | None = None) -> tuple[Tree, State]:
+def grow(head: Steps, state: State, policy: Policy, root_B: Tensor, draws: Draws | None = None) -> tuple[Tree, State]:
     """Return the candidate tree of each row under `policy`, and the head's state after drafting.
 
     `root_B` holds each row's newest committed token. The draft's own entries in the state are not committed: the next
@@ -62,13 +73,12 @@ def grow(head: Head, state: State, policy: Policy, root_B: Tensor, draws: Draws 
     """
     if policy.depth == 0:
         return Tree.from_parents(root_B[:, None], [[-1]] * root_B.shape[0]), state
-    with pack(head):
-        if isinstance(policy, StaticTree):
-            return _grow_static(head, state, policy, root_B, draws)
-        return _grow_dynamic(head, state, policy, root_B, draws)
+    if isinstance(policy, StaticTree):
+        return _grow_static(head, state, policy, root_B, draws)
+    return _grow_dynamic(head, state, policy, root_B, draws)
 
 
-def _best(head: Head, logits_BNV: Tensor, count: int, draws: Draws | None, depth: int) -> tuple[Tensor, Tensor]:
+def _best(head: Steps, logits_BNV: Tensor, count: int, draws: Draws | None, depth: int) -> tuple[Tensor, Tensor]:
     """Return the `count` likeliest children of each node at `depth`, [B, N, K] in the head's own ids, the best first, and
     the logarithm of each one's probability to be the token that the target emits there."""
     if draws is None:
@@ -79,7 +89,7 @@ def _best(head: Head, logits_BNV: Tensor, count: int, draws: Draws | None, depth
     return index_BNM.gather(2, pick_BNK), logp_BNK
 
 
-def _foreseen(head: Head, logits_BNV: Tensor, most: int, draws: Draws, depth: int) -> tuple[Tensor, Tensor]:
+def _foreseen(head: Steps, logits_BNV: Tensor, most: int, draws: Draws, depth: int) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [B, N, M] of the `most` best candidates, given the noise, and their ids."""
     device = logits_BNV.device
 
@@ -112,18 +122,12 @@ def _foreseen(head: Head, logits_BNV: Tensor, most: int, draws: Draws, depth: in
     return torch.where(drawn_B11, seen_BNM, logq_BNM), index_BNM
 
 
-def absorb(head: Head, context: Context, state: State | None, rows: int) -> State:
-    """Return the head's state after newly committed tokens, by its `start`."""
-    with pack(head):
-        return head.start(context, state, rows)
-
-
-def _to_target(head: Head, ids: Tensor) -> Tensor:
+def _to_target(head: Steps, ids: Tensor) -> Tensor:
     return ids if head.draft_vocab is None else head.draft_vocab[ids]
 
 
 def _grow_static(
-    head: Head, state: State, policy: StaticTree, root_B: Tensor, draws: Draws | None
+    head: Steps, state: State, policy: StaticTree, root_B: Tensor, draws: Draws | None
 ) -> tuple[Tree, State]:
     if policy not in _layouts:
         _layouts[policy] = template(policy)
@@ -152,7 +156,7 @@ def _grow_static(
 
 
 def _grow_dynamic(
-    head: Head, state: State, policy: DynamicTree, root_B: Tensor, draws: Draws | None
+    head: Steps, state: State, policy: DynamicTree, root_B: Tensor, draws: Draws | None
 ) -> tuple[Tree, State]:
     device, B = root_B.device, root_B.shape[0]
     frontier = Frontier(root_B[:, None], torch.full((B, 1), -1, device=device), 0)

@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Context, Head, State, Tap
+from headway.heads.common.protocol import Head, State, Tap
 from headway.inference.cache import SlotCache
-from headway.inference.draft import Draws, absorb, grow
+from headway.inference.draft import Draws
+from headway.inference.drafter import Ask, Committed, Drafter, as_drafter
 from headway.inference.sampling import Settings, check_chosen, choose, process
 from headway.inference.target import Target
-from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
+from headway.inference.tree import Policy, Tree
 from headway.inference.verify import walk_exact, walk_exact_rows, walk_greedy, walk_typical
 
 
@@ -125,7 +126,7 @@ def generate(
     target: Target,
     requests: Iterable[Request],
     *,
-    head: Head | None = None,
+    head: Head | Drafter | None = None,
     policy: Policy | None = None,
     batch_size: int = 1,
     on_tokens: Callable[[Request, list[int]], None] | None = None,
@@ -136,23 +137,20 @@ def generate(
     """Yield one Result per request, in the order they finish.
 
     Up to `batch_size` rows run together; a row that ends makes room for the next request. Rows do not influence one
-    another. Without a head each round commits one token. `on_tokens` is called with each row's new tokens as they are
-    committed. `times`, if given, is filled; `observe` is called with each round's tree and accepted paths. `record` names
-    taps whose features come with each result; not together with a head, and a target in plain mode gives none.
+    another. `head` is a head with its `policy`, or another drafter; without one each round commits one token. `on_tokens`
+    is called with each row's new tokens as they are committed. `times`, if given, is filled; `observe` is called with each
+    round's tree and accepted paths. `record` names taps whose features come with each result; not together with a head,
+    and a target in plain mode gives none.
 
     Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
     """
     assert head is None or not record, "features are recorded without a head"
-    policy = OFF if head is None else (policy if policy is not None else default_policy(head))
-    if head is not None:
-        check_policy(policy, head.max_depth)
-        head = head if policy.depth > 0 else None  # it would read along and draft nothing
+    drafter = as_drafter(head, policy)
     if target.mode == "plain":
         yield from _plain_rows(target, requests, on_tokens)
         return
-    if target.mode == "chain" and not policy.is_chain:
-        policy = chain(policy.depth)
-    batch = _Batch(target, head, policy, on_tokens, times, observe, record)
+    drafter = None if drafter is None else drafter.fit(target)
+    batch = _Batch(target, drafter, on_tokens, times, observe, record)
     waiting = iter(requests)
     while True:
         free = batch_size - len(batch.rows)
@@ -192,11 +190,6 @@ def _like_length(requests: list[Request], pass_tokens: int) -> list[list[Request
         groups.append(ordered[begin:])
         del ordered[begin:]
     return groups
-
-
-def default_policy(head: Head) -> Policy:
-    """Return the tree used when none is asked for: a chain of what the head drafts, at most 3."""
-    return chain(min(3, head.max_depth or 3))
 
 
 def _plain_rows(
@@ -286,24 +279,23 @@ class _Row:
 
 
 class _Batch:
-    """Rows in flight, their cache and the head's state; row b of each belongs to rows[b]."""
+    """Rows in flight, their cache and the drafter's state; row b of each belongs to rows[b]."""
 
     def __init__(
         self,
         target: Target,
-        head: Head | None,
-        policy: Policy,
+        drafter: Drafter | None,
         on_tokens: Callable[[Request, list[int]], None] | None,
         times: Times | None,
         observe: Callable[[Tree, list[list[int]]], None] | None,
         record: Sequence[Tap],
     ) -> None:
-        self.target, self.head, self.policy = target, head, policy
+        self.target, self.drafter = target, drafter
         self.record = bool(record)
         self.observe = observe or (lambda tree, paths: None)
         self.on_tokens = on_tokens or (lambda request, tokens: None)
         self.times = times or Times(on=False)
-        self.taps = head.config.taps if head is not None else tuple(record)
+        self.taps = drafter.taps if drafter is not None else tuple(record)
         self.rows: list[_Row] = []
         self.cache: SlotCache | None = None
         self.state: State = None
@@ -341,7 +333,7 @@ class _Batch:
                 for row in rows:
                     row.features.append(self.prefilled[2][:known])
             self._record(rows, [list(range(size - known)) for size in size_B], out.tap_BNF)
-        if self.head is None and known < size_B[0] - 1:
+        if (self.record or not self.taps) and known < size_B[0] - 1:
             kept = target.new_cache(1, capacity=size_B[0])
             kept.slots.append_rows(cache.slots, [0])
             self.prefilled = (requests[0].prompt_ids, kept, torch.cat(rows[0].features) if self.record else None)
@@ -353,22 +345,21 @@ class _Batch:
         staying = [b for b, row in enumerate(rows) if not row.finish_reason]
         if staying:
             state = None
-            if self.head is not None:
+            if self.drafter is not None:
                 next_BT = token_BT.roll(-1, dims=1)
                 next_BT[torch.arange(count, device=device), torch.tensor(size_B, device=device) - 1] = torch.tensor(
                     [tokens[0] for tokens in first], device=device
                 )
-                context = Context(out.tap_BNF, next_BT, position_BT, size_B)  # type: ignore[arg-type]
-                state = absorb(self.head, context, None, count)
+                state = self.drafter.start(Committed(token_BT, next_BT, position_BT, size_B, out.tap_BNF), None, count)
                 if len(staying) < count:
-                    state = self.head.select_rows(state, staying)
+                    state = self.drafter.select_rows(state, staying)
             self._join([rows[b] for b in staying], cache, staying, state)
         yield from (row.result() for row in rows if row.finish_reason)
 
     def _shared_prefix(self, requests: list[Request]) -> int:
         """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often.
 
-        With a head nothing is reused, since the head needs the features of the whole prompt.
+        With a drafter that reads features nothing is reused, since it needs those of the whole prompt.
         """
         if self.prefilled is None:
             return 0
@@ -390,24 +381,25 @@ class _Batch:
             self.cache, self.state = cache, state
         else:
             self.cache.slots.append_rows(cache.slots, kept)
-            if self.head is not None:
-                self.state = self.head.join_rows(self.state, state)
+            if self.drafter is not None:
+                self.state = self.drafter.join_rows(self.state, state)
         self.rows += rows
 
     @torch.inference_mode()
     def round(self) -> Iterator[Result]:
         """Draft, verify, accept, commit; yield the rows that ended."""
-        target, head, cache = self.target, self.head, self.cache
+        target, drafter, cache = self.target, self.drafter, self.cache
         assert cache is not None
         begin = self._now()
         root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
-        if head is not None:
+        if drafter is not None:
+            histories = [row.history for row in self.rows]
             draws = Draws.of(
-                [row.settings for row in self.rows],
-                [row.request.key for row in self.rows],
-                [len(row.history) for row in self.rows],
+                [row.settings for row in self.rows], [row.request.key for row in self.rows], list(map(len, histories))
             )
-            tree, self.state = grow(head, self.state, self.policy, root_B, draws)
+            tree, self.state = drafter.propose(self.state, Ask(root_B, histories, draws))
+            # A drafter's vocabulary may be padded beyond the target's; any other id is a wrong guess as well.
+            tree.token_BN = tree.token_BN.clamp(0, target.info.vocab_size - 1)
         else:
             tree = Tree.from_parents(root_B[:, None], [[-1]] * len(self.rows))
         drafted = self._now()
@@ -426,9 +418,9 @@ class _Batch:
         done = [b for b, row in enumerate(self.rows) if row.finish_reason]
         yield_rows = [self.rows[b].result() for b in done]
         absorb = 0.0
-        if head is not None and len(done) < len(self.rows):
+        if drafter is not None and len(done) < len(self.rows):
             before = self._now()
-            self._absorb(paths, emitted, out.tap_BNF, start_B1)  # type: ignore[arg-type]
+            self._absorb(drafter, tree, paths, emitted, out.tap_BNF, start_B1)
             absorb = self._now() - before
         if done:
             self._drop(done)
@@ -490,18 +482,28 @@ class _Batch:
                 walks[b] = walked
         return [path for path, _ in walks], [emitted for _, emitted in walks]
 
-    def _absorb(self, paths: list[list[int]], emitted: list[list[int]], tap_BNF: Tensor, start_B1: Tensor) -> None:
-        """Give the head the features of the committed nodes, each with the token after it."""
-        device = tap_BNF.device
+    def _absorb(
+        self,
+        drafter: Drafter,
+        tree: Tree,
+        paths: list[list[int]],
+        emitted: list[list[int]],
+        tap_BNF: Tensor | None,
+        start_B1: Tensor,
+    ) -> None:
+        """Give the drafter the committed nodes, each with its features and the token after it."""
+        device = start_B1.device
         count = [min(len(p), len(e)) for p, e in zip(paths, emitted, strict=True)]
         width = max(count)
         pad = [p[:c] + [0] * (width - c) for p, c in zip(paths, count, strict=True)]
         path_BT = torch.tensor(pad, device=device)
         next_BT = torch.tensor([e[:c] + [0] * (width - c) for e, c in zip(emitted, count, strict=True)], device=device)
-        tap_BTF = tap_BNF.gather(1, path_BT[:, :, None].expand(-1, -1, tap_BNF.shape[2]))
+        tap_BTF = None
+        if tap_BNF is not None:
+            tap_BTF = tap_BNF.gather(1, path_BT[:, :, None].expand(-1, -1, tap_BNF.shape[2]))
         position_BT = start_B1 + torch.arange(width, device=device)
-        context = Context(tap_BTF, next_BT, position_BT, count)
-        self.state = absorb(self.head, context, self.state, len(paths))  # type: ignore[arg-type]
+        committed = Committed(tree.token_BN.gather(1, path_BT), next_BT, position_BT, count, tap_BTF)
+        self.state = drafter.start(committed, self.state, len(paths))
 
     def _drop(self, done: list[int]) -> None:
         count = len(self.rows) - len(done)
@@ -513,5 +515,5 @@ class _Batch:
             self.cache, self.state = None, None
             return
         self.cache.slots.keep_rows(kept)  # type: ignore[union-attr]
-        if self.head is not None:
-            self.state = self.head.select_rows(self.state, kept)
+        if self.drafter is not None:
+            self.state = self.drafter.select_rows(self.state, kept)

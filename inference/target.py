@@ -183,14 +183,17 @@ class Target:
         *,
         taps: Sequence[Tap] = (),
         logits_to_keep: int | Tensor = 0,
+        before_BM: Tensor | None = None,
     ) -> Output:
         """Run N new tokens of each row; node n sees the row's committed tokens and the nodes m with ancestor_BNN[b, n, m].
 
         Keys and values land in the slots after each row's committed ones; nothing is committed. `logits_to_keep` n > 0
-        gives the logits of the last n tokens only, a tensor those of the tokens it names.
+        gives the logits of the last n tokens only, a tensor those of the tokens it names. `before_BM` are the positions of
+        M tokens that ran since and are not committed either: the first M columns of `ancestor_BNN` are theirs.
         """
-        cache.slots.place(token_BN.shape[1], token_BN.device)
-        mask = self._masks(position_BN, ancestor_BNN, cache)
+        before_BM = position_BN[:, :0] if before_BM is None else before_BM
+        cache.slots.place(token_BN.shape[1], token_BN.device, offset=before_BM.shape[1])
+        mask = self._masks(torch.cat([before_BM, position_BN], 1), position_BN, ancestor_BNN, cache)
         kwargs: dict[str, Any] = {self.cache_kwarg: cache, "logits_to_keep": logits_to_keep}
         with self._capture(taps) as captured, use_grouped(self.model), self.packed:
             out = self.model(
@@ -247,11 +250,16 @@ class Target:
             final_norm=lambda: getattr(getattr(self.decoder, "norm", None), "weight", None),
         )
 
-    def _masks(self, position_BN: Tensor, ancestor_BNN: Tensor, cache: SlotCache) -> Tensor | dict[str, Tensor]:
-        """Return the additive mask [B, 1, N, S], or one per layer type where the model mixes windows."""
-        N, S, device = position_BN.shape[1], cache.slots.used, position_BN.device
+    def _masks(
+        self, new_position_BM: Tensor, position_BN: Tensor, ancestor_BNN: Tensor, cache: SlotCache
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the additive mask [B, 1, N, S], or one per layer type where the model mixes windows.
+
+        `new_position_BM` has the positions of everything that is not committed, the N tokens of this pass last.
+        """
+        M, S, device = new_position_BM.shape[1], cache.slots.used, position_BN.device
         relative_BS = cache.slots.relative(device)
-        index_BS, new_BS = relative_BS.clamp(0, N - 1), (relative_BS >= 0) & (relative_BS < N)
+        index_BS, new_BS = relative_BS.clamp(0, M - 1), (relative_BS >= 0) & (relative_BS < M)
         seen_BNS = seen_slots(relative_BS, ancestor_BNN)
         lowest = torch.finfo(self.dtype).min
         zero = torch.zeros((), dtype=self.dtype, device=device)
@@ -260,7 +268,9 @@ class Target:
             seen = seen_BNS
             if window is not None and window < S:
                 # A window counts positions, not slots: a tree node's slot runs ahead of its position.
-                key_position_BS = torch.where(new_BS, position_BN.gather(1, index_BS), torch.arange(S, device=device))
+                key_position_BS = torch.where(
+                    new_BS, new_position_BM.gather(1, index_BS), torch.arange(S, device=device)
+                )
                 key_B1S, query_BN1 = key_position_BS[:, None], position_BN[:, :, None]
                 if layer_type == "chunked_attention":
                     seen = seen & (key_B1S // window == query_BN1 // window)

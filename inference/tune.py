@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Context, Head
-from headway.inference.draft import absorb, grow
+from headway.heads.common.protocol import Head
+from headway.inference.drafter import Ask, Committed, HeadDrafter
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -271,21 +271,21 @@ def _run(target: Target, cache: Any, n: int, taps: Any) -> None:
 def measure_draft(target: Target, head: Head, policy: Policy, context: int, repeats: int) -> float:
     """Return the median milliseconds of absorbing two committed tokens and drafting a tree."""
     device, dtype = target.device, target.dtype
-    width = target.tap_width(head.config.taps)
+    drafter, width = HeadDrafter(head, policy), target.tap_width(head.config.taps)
 
     def take(state: Any, count: int, at: int) -> Any:
         tap = torch.randn(1, count, width, device=device).to(dtype)
         position = torch.arange(at, at + count, device=device)[None]
-        following = torch.ones(1, count, dtype=torch.long, device=device)
-        return absorb(head, Context(tap, following, position, [count]), state, 1)
+        token = torch.ones(1, count, dtype=torch.long, device=device)
+        return drafter.start(Committed(token, token, position, [count], tap), state, 1)
 
     state = take(None, context, 0)
-    root = torch.ones(1, dtype=torch.long, device=device)
+    ask = Ask(torch.ones(1, dtype=torch.long, device=device), [[1]])
     seconds = []
     for repeat in range(repeats + 1):
         begin = perf_counter()
         state = take(state, 2, context + 2 * repeat)
-        tree, state = grow(head, state, policy, root)
+        tree, state = drafter.propose(state, ask)
         tree.token_BN[0, 0].item()
         seconds.append(perf_counter() - begin)
     return 1e3 * median(seconds[1:])

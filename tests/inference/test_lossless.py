@@ -93,7 +93,7 @@ def greedy(text: str, count: int) -> list[int]:
 
 def test_a_wrong_mask_is_noticed(twelve: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: with siblings attending to one another the answer changes."""
-    from headway.inference import generate as module
+    from headway.inference import drafter as module
 
     grow = module.grow
 

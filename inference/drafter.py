@@ -1,0 +1,135 @@
+"""The contract between the decoder and whatever proposes its trees: a head, a smaller model, the text itself.
+
+Letters: B rows, T positions, F tap width.
+
+The decoder verifies any tree of any drafter by the same rule, so a poor proposal costs time and never the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headway.heads.common.protocol import Context, Head, State, Tap
+from headway.inference.draft import Draws, grow
+from headway.inference.packed import pack
+from headway.inference.target import Target
+from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
+
+
+@dataclass
+class Committed:
+    """Newly committed positions of each row. Rows are ragged: entries at and beyond count_B[b] are padding."""
+
+    token_BT: Tensor
+    """The token at each position."""
+    next_BT: Tensor
+    """The token after it; for the newest entry that is the root."""
+    position_BT: Tensor
+    count_B: list[int]
+    tap_BTF: Tensor | None
+    """Features of the drafter's taps; None where it has none."""
+
+
+@dataclass
+class Ask:
+    """What a tree is wanted for."""
+
+    root_B: Tensor
+    """The newest committed token of each row."""
+    histories: list[list[int]]
+    """Prompt and answer of each row so far, the root last. Not to be changed."""
+    draws: Draws | None = None
+    """The noise under which the target's tokens will be drawn, where there is any."""
+
+
+class Drafter:
+    """Base of all drafters. What it knows of the rows is in the state that it returns, never in itself."""
+
+    taps: tuple[Tap, ...] = ()
+    """Target layers whose features it reads."""
+
+    def fit(self, target: Target) -> Drafter:
+        """Return the drafter as this target can verify it: one that proposes chains where the target takes no trees.
+
+        Raises HeadwayError where it cannot draft for the target.
+        """
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return a short text of what it proposes."""
+        raise NotImplementedError
+
+    def start(self, committed: Committed, state: State | None, rows: int) -> State:
+        """Return the state after newly committed tokens; `state` None begins `rows` empty rows."""
+        raise NotImplementedError
+
+    def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
+        """Return each row's tree, its root first, and the state; nothing that is drafted is committed."""
+        raise NotImplementedError
+
+    def select_rows(self, state: State, kept: list[int]) -> State:
+        """Return the state of the given rows, in that order (kept[b] >= b); the others are gone."""
+        raise NotImplementedError
+
+    def join_rows(self, state: State, other: State) -> State:
+        """Return one state holding the rows of `state`, then those of `other`."""
+        raise NotImplementedError
+
+
+class HeadDrafter(Drafter):
+    """A head, and the policy that shapes its trees."""
+
+    def __init__(self, head: Head, policy: Policy) -> None:
+        check_policy(policy, head.max_depth)
+        self.head, self.policy = head, policy
+        self.taps = head.config.taps
+
+    def fit(self, target: Target) -> HeadDrafter:
+        """Return itself, or the chain of its depth."""
+        if target.mode == "chain" and not self.policy.is_chain:
+            return HeadDrafter(self.head, chain(self.policy.depth))
+        return self
+
+    def describe(self) -> str:
+        """Return the policy's text."""
+        return self.policy.describe()
+
+    def start(self, committed: Committed, state: State | None, rows: int) -> State:
+        """Have the head absorb the features."""
+        assert committed.tap_BTF is not None
+        context = Context(committed.tap_BTF, committed.next_BT, committed.position_BT, committed.count_B)
+        with pack(self.head):
+            return self.head.start(context, state, rows)
+
+    def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
+        """Grow the policy's tree."""
+        with pack(self.head):
+            return grow(self.head, state, self.policy, ask.root_B, ask.draws)
+
+    def select_rows(self, state: State, kept: list[int]) -> State:
+        """Ask the head."""
+        return self.head.select_rows(state, kept)
+
+    def join_rows(self, state: State, other: State) -> State:
+        """Ask the head."""
+        return self.head.join_rows(state, other)
+
+
+def default_policy(head: Head) -> Policy:
+    """Return the tree used when none is asked for: a chain of what the head drafts, at most 3."""
+    return chain(min(3, head.max_depth or 3))
+
+
+def as_drafter(head: Head | Drafter | None, policy: Policy | None = None) -> Drafter | None:
+    """Return what proposes the trees: a head with its policy (None: the default), a drafter as it is, or None where
+    nothing is drafted.
+
+    Raises HeadwayError for a tree deeper than the head.
+    """
+    if head is None or isinstance(head, Drafter):
+        return head
+    drafter = HeadDrafter(head, policy if policy is not None else default_policy(head))
+    # A head whose tree is off would read along and draft nothing.
+    return None if drafter.policy == OFF else drafter

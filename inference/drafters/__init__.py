@@ -1,0 +1,1 @@
+"""What proposes trees: a head, and what needs no training."""

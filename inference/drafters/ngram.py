@@ -1,0 +1,135 @@
+"""Drafts by looking the last tokens up in the text so far: prompt lookup. No weights, no features.
+
+Where the last n tokens stood before, what followed then is proposed; the longest n that is found counts, and of equals the
+newest place (transformers takes the oldest). How far a match is followed is learned while decoding: for each n, how often a
+guess as deep as that was right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import State
+from headway.inference.drafter import Ask, Committed, Drafter
+from headway.inference.target import Target
+from headway.inference.tree import Tree
+
+LEAST = 0.2
+"""A guess is proposed while it is right at least so often; a node that is wrong more often costs more than it gives."""
+USUAL = {1: 0.5, 2: 0.6, 3: 0.75}
+"""How often one more guess is right, by the tokens that matched, before any was seen; more than three as three."""
+WEIGHT = 6.0
+"""Guesses that this belief counts for."""
+
+
+@dataclass
+class Index:
+    """Where in one row's text each run of tokens was last followed by something."""
+
+    end: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Run -> the place after it."""
+    size: int = 0
+    """Tokens that are indexed."""
+    guess: list[int] = field(default_factory=list)
+    matched: int = 0
+    """Of the last proposal: its tokens, and how many had matched."""
+    proposed_at: int = 0
+
+
+class NgramDrafter(Drafter):
+    """Proposes up to `depth` tokens that followed the last `longest` to `shortest` tokens before."""
+
+    def __init__(self, depth: int = 10, longest: int = 4, shortest: int = 2) -> None:
+        if depth < 1 or not 1 <= shortest <= longest:
+            raise HeadwayError(
+                f"an n-gram drafter needs depth >= 1 and 1 <= shortest <= longest; got depth={depth}, "
+                f"longest={longest}, shortest={shortest}"
+            )
+        self.depth, self.longest, self.shortest = depth, longest, shortest
+        # [right, tried] of each depth, by the tokens that matched. A guess depends on it, an answer never does.
+        self._seen = {n: [[0.0, 0.0] for _ in range(depth)] for n in range(shortest, longest + 1)}
+
+    def fit(self, target: Target) -> NgramDrafter:
+        """Return itself: it proposes chains, for any target."""
+        return self
+
+    def describe(self) -> str:
+        """Return its settings."""
+        return f"ngram:depth={self.depth},longest={self.longest},shortest={self.shortest}"
+
+    def start(self, committed: Committed, state: State | None, rows: int) -> State:
+        """Return an index per row; the text itself comes with each proposal."""
+        return [Index() for _ in range(rows)] if state is None else state
+
+    def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
+        """Return a chain per row, as long as the longest; a row without a match has the root alone."""
+        return tree_of(self.guesses(state, ask), ask.root_B), state
+
+    def guesses(self, state: list[Index], ask: Ask) -> list[list[int]]:
+        """Return the proposed tokens of each row, none where nothing matched."""
+        return [self._guess(index, history) for index, history in zip(state, ask.histories, strict=True)]
+
+    def select_rows(self, state: State, kept: list[int]) -> State:
+        """Keep the indices of these rows."""
+        return [state[b] for b in kept]
+
+    def join_rows(self, state: State, other: State) -> State:
+        """Append the other rows' indices."""
+        return [*state, *other]
+
+    def _guess(self, index: Index, history: list[int]) -> list[int]:
+        self._learn(index, history)
+        sizes = range(self.shortest, self.longest + 1)
+        # A run that ends the text has nothing after it yet.
+        for end in range(index.size + 1, len(history)):
+            for n in sizes:
+                if end >= n:
+                    index.end[tuple(history[end - n : end])] = end
+        index.size = max(index.size, len(history) - 1)
+        index.guess, index.proposed_at = [], len(history)
+        for n in reversed(sizes):
+            at = index.end.get(tuple(history[-n:])) if len(history) >= n else None
+            if at is not None:
+                index.matched = n
+                for d in range(self._reach(n)):
+                    # What followed may run into the proposal itself: text that repeats goes on repeating.
+                    index.guess.append(history[at + d] if at + d < len(history) else index.guess[at + d - len(history)])
+                break
+        return index.guess
+
+    def _learn(self, index: Index, history: list[int]) -> None:
+        """Count how far the last proposal was right."""
+        came = history[index.proposed_at :]
+        for d, token in enumerate(index.guess[: len(came)]):
+            seen = self._seen[index.matched][d]
+            seen[1] += 1
+            if token != came[d]:
+                return
+            seen[0] += 1
+
+    def _reach(self, n: int) -> int:
+        """Return how many tokens to propose after a match of n."""
+        reach, share = 0, 1.0
+        usual = USUAL[min(n, 3)]
+        for right, tried in self._seen[n]:
+            share *= (right + WEIGHT * usual) / (tried + WEIGHT)
+            if share < LEAST:
+                break
+            reach += 1
+        return reach
+
+
+def tree_of(guesses: list[list[int]], root_B: torch.Tensor) -> Tree:
+    """Return the tree of one chain per row. Shorter rows are filled with copies of the root below the root: wrong guesses,
+    as a rule, and where they are right they are right."""
+    width = max(map(len, guesses), default=0)
+    fill = root_B.tolist() if width else []
+    tokens = [row + [root] * (width - len(row)) for row, root in zip(guesses, fill, strict=True)] if width else []
+    parents = [[-1, *range(len(row)), *[0] * (width - len(row))] for row in guesses]
+    if not width:
+        return Tree.from_parents(root_B[:, None], parents)
+    drafted_BN = torch.tensor(tokens, device=root_B.device, dtype=root_B.dtype)
+    return Tree.from_parents(torch.cat([root_B[:, None], drafted_BN], 1), parents)
