@@ -56,6 +56,10 @@ MinPOption = Annotated[float, typer.Option("--min-p", help="0 is off.")]
 SeedOption = Annotated[int, typer.Option(help="Names the noise of sampling.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens of an answer.")]
 BatchOption = Annotated[int, typer.Option("--batch-size", "--batch", min=1, help="Prompts answered together.")]
+DRAFT_HELP = (
+    "What drafts without training: ngram (what followed the last tokens before), model:NAME (a smaller model of the same "
+    "tokenizer), hybrid (ngram, and the head where nothing is found)."
+)
 OtherOption = Annotated[
     bool, typer.Option("--other-target", help="Use the head though it was trained for a target of another name.")
 ]
@@ -136,6 +140,7 @@ def generate_command(
     ] = "exact",
     epsilon: Annotated[float, typer.Option(help="Of typical acceptance.")] = 0.09,
     delta: Annotated[float, typer.Option(help="Of typical acceptance.")] = 0.3,
+    draft: Annotated[str | None, typer.Option(help=DRAFT_HELP)] = None,
     tree: TreeOption = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the bare text, without the chat template.")] = False,
@@ -176,15 +181,22 @@ def generate_command(
     ids = inputs.tokenize_prompt(tokenizer, text, raw)
     inputs.check_length(info, len(ids))
     source = None if head is None else inputs.head_source(head)
+    ((kind, rest),) = inputs.parse_drafts([draft]) if draft else [("", "")]
     if source is None and policy is not None:
         raise HeadwayError(f"--tree {tree} has no head to grow it; give --head")
+    if kind == "hybrid" and source is None:
+        raise HeadwayError("--draft hybrid asks a head where nothing is found; give --head")
+    if kind in ("ngram", "model") and source is not None:
+        raise HeadwayError(f"--draft {draft} drafts without a head; leave out --head, or use --draft hybrid")
     if source is not None:
         inputs.check_head(source, info)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
-    loaded_head = None
+    loaded_head: Any = None
     if source is not None:
         loaded_head = load_head(source, loaded, other_target=other_target)
         policy = policy if policy is not None else inputs.saved_tree(source, loaded)
+    if kind:
+        loaded_head = inputs.make_drafter(kind, rest, loaded, loaded_head, policy, device)
     _answer(loaded, ids, settings, loaded_head, policy, as_json)
 
 
@@ -248,7 +260,12 @@ def bench_command(
     head: Annotated[list[str] | None, typer.Option(help="Head folders or hub ids; H1,H2 or repeated.")] = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 128,
-    batch: BatchOption = 1,
+    draft: Annotated[
+        list[str] | None, typer.Option(help=DRAFT_HELP + " May be repeated; adds transformers' own.")
+    ] = None,
+    batch: Annotated[
+        str, typer.Option("--batch-size", "--batch", help="Prompts answered together: 1, or 1,2,4.")
+    ] = "1",
     throughput: Annotated[
         bool,
         typer.Option(
@@ -283,12 +300,8 @@ def bench_command(
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
-    if policy is not None and not head:
-        raise HeadwayError(f"--tree {tree} has no head to grow it; give --head")
-    if plot and out is None:
-        raise HeadwayError("--plot draws beside the report; give --out report.json")
-    if throughput and (head or plot):
-        raise HeadwayError("--throughput measures the target alone and draws nothing; leave out --head and --plot")
+    sizes, drafts = inputs.parse_sizes(batch), inputs.parse_drafts(draft or [])
+    _check_bench(tree, head, drafts, sizes, throughput, plot, out)
     if out is not None:
         inputs.check_file(out)
     if plot:
@@ -299,7 +312,7 @@ def bench_command(
     sources = [inputs.head_source(h) for given in head or [] for h in given.split(",") if h]
     for source in sources:
         inputs.check_head(source, info)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=sizes[0])
     heads = {
         name: (
             load_head(source, loaded, other_target=other_target),
@@ -307,32 +320,106 @@ def bench_command(
         )
         for name, source in inputs.head_names(sources).items()
     }
+    methods, assistant = inputs.bench_methods(loaded, heads, drafts, device)
+    if drafts and sizes[-1] > 1:
+        print(
+            "headway: transformers drafts for one prompt at a time; larger batches have no row of it", file=sys.stderr
+        )
     said = shlex.join(["headway", *sys.argv[1:]])
-    what = {"throughput": throughput, "batch": batch, "settings": settings, "trees": [p for _, p in heads.values()]}
-    unfinished = inputs.unfinished("bench", loaded, sources, chosen, what)
+    trees = [tree.describe() if tree is not None else None for _, tree in heads.values()]
+    what = {"throughput": throughput, "settings": settings, "drafts": drafts, "trees": trees}
+    left = {size: inputs.unfinished("bench", loaded, sources, chosen, what | {"batch": size}) for size in sizes}
     if throughput:
-        progress = Progress("bench: answers", 2 * len(chosen))
-        report = measure.throughput(
+        _throughput(loaded, chosen, settings, sizes[0], said, prompts, out, left[sizes[0]])
+        return
+    reports = []
+    for size, unfinished in left.items():
+        title = "bench: prompts" if len(sizes) == 1 else f"bench: {size} at once: prompts"
+        progress = Progress(title, max(0, len(chosen) - size * len(unfinished.done)))
+        report = measure.bench(
             loaded,
+            methods,
             chosen,
             settings,
-            batch_size=batch,
+            batch_size=size,
+            lookup=bool(drafts),
+            assistant=assistant,
             command=said,
-            on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+            on_progress=lambda items, tokens, progress=progress: progress.add(items=items, tokens=tokens),  # type: ignore[misc]
             unfinished=unfinished,
         )
-        progress.close(f"bench: {progress.tokens} tokens in {progress.elapsed:.0f} s")
+        count, ended = report["prompts"]["count"], "interrupted after " if report["prompts"]["interrupted"] else ""
+        progress.close(f"bench: {ended}{count} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
         report["prompts"]["files"] = prompts
-        measure.print_throughput(report)
-        if out is not None:
-            measure.save_report(report, out)
-            print(f"headway: wrote {out}", file=sys.stderr)
+        measure.print_report(report)
+        reports.append(report)
+        if report["prompts"]["interrupted"]:
+            break
+    _keep_reports(reports, out, plot)
+    if reports[-1]["prompts"]["interrupted"]:
+        raise KeyboardInterrupt
+    for unfinished in left.values():
         unfinished.finish()
+
+
+def _check_bench(
+    tree: str | None,
+    head: list[str] | None,
+    drafts: list[tuple[str, str]],
+    sizes: list[int],
+    throughput: bool,
+    plot: bool,
+    out: Path | None,
+) -> None:
+    """Raise HeadwayError for options of `headway bench` that contradict one another."""
+    if tree not in (None, "auto") and not head:
+        raise HeadwayError(f"--tree {tree} has no head to grow it; give --head")
+    if plot and out is None:
+        raise HeadwayError("--plot draws beside the report; give --out report.json")
+    if throughput and (head or plot or drafts or len(sizes) > 1):
+        raise HeadwayError(
+            "--throughput measures the target alone, at one --batch, and draws nothing; leave out --head, --draft and --plot"
+        )
+    if any(kind == "hybrid" for kind, _ in drafts) and not head:
+        raise HeadwayError("--draft hybrid asks a head where nothing is found; give --head")
+
+
+def _keep_reports(reports: list[dict[str, Any]], out: Path | None, plot: bool) -> None:
+    """Write one report, or those of several batch sizes; draw them."""
+    from headway.inference import bench as measure
+
+    if len(reports) > 1:
+        measure.print_crossover(reports)
+    if out is None:
         return
-    progress = Progress("bench: prompts", max(0, len(chosen) - batch * len(unfinished.done)))
-    report = measure.bench(
-        loaded,
-        heads,
+    measure.save_report(reports[0] if len(reports) == 1 else {"format": measure.FORMAT, "batches": reports}, out)
+    print(f"headway: wrote {out}", file=sys.stderr)
+    if plot:
+        picture = out.with_suffix(".png")
+        if len(reports) == 1:
+            measure.save_plot(reports[0], picture)
+        else:
+            measure.save_crossover(reports, picture)
+        print(f"headway: wrote {picture}", file=sys.stderr)
+
+
+def _throughput(
+    target: Any,
+    chosen: list[Any],
+    settings: Settings,
+    batch: int,
+    said: str,
+    files: list[str],
+    out: Path | None,
+    unfinished: Any,
+) -> None:
+    """Measure the target alone over the whole set."""
+    from headway.data.progress import Progress
+    from headway.inference import bench as measure
+
+    progress = Progress("bench: answers", 2 * len(chosen))
+    report = measure.throughput(
+        target,
         chosen,
         settings,
         batch_size=batch,
@@ -340,19 +427,12 @@ def bench_command(
         on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
         unfinished=unfinished,
     )
-    count, ended = report["prompts"]["count"], "interrupted after " if report["prompts"]["interrupted"] else ""
-    progress.close(f"bench: {ended}{count} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
-    report["prompts"]["files"] = prompts
-    measure.print_report(report)
+    progress.close(f"bench: {progress.tokens} tokens in {progress.elapsed:.0f} s")
+    report["prompts"]["files"] = files
+    measure.print_throughput(report)
     if out is not None:
         measure.save_report(report, out)
         print(f"headway: wrote {out}", file=sys.stderr)
-        if plot:
-            picture = out.with_suffix(".png")
-            measure.save_plot(report, picture)
-            print(f"headway: wrote {picture}", file=sys.stderr)
-    if report["prompts"]["interrupted"]:
-        raise KeyboardInterrupt
     unfinished.finish()
 
 

@@ -14,8 +14,9 @@ from headway.heads.common.errors import HeadwayError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from headway.heads.common.protocol import TargetInfo
+    from headway.heads.common.protocol import Head, TargetInfo
     from headway.inference.bench import Prompt
+    from headway.inference.drafter import Drafter
     from headway.inference.target import Target
     from headway.inference.tree import Policy
     from headway.inference.unfinished import Unfinished
@@ -54,6 +55,14 @@ def check_device(device: str) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise HeadwayError(f"no device {device!r} here ({str(e).splitlines()[0]}); use auto, cpu or cuda") from None
     return device
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Return the batch sizes of `8` or `1,2,4`. Raises HeadwayError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise HeadwayError(f"--batch is {text!r}; give a number of prompts above 0, or several: 1,2,4,8")
+    return sorted({int(part) for part in parts})
 
 
 def check_minutes(minutes: float | None) -> float | None:
@@ -274,6 +283,60 @@ def parse_tree(text: str | None) -> Policy | None:
     from headway.inference.tree import parse_policy
 
     return None if text in (None, "auto") else parse_policy(text or "")
+
+
+def parse_drafts(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (kind, rest) of each --draft: `ngram`, `hybrid`, `model:NAME`. Raises HeadwayError for anything else."""
+    parsed = []
+    for text in texts:
+        kind, _, rest = text.partition(":")
+        if (kind == "model") != bool(rest) or kind not in ("ngram", "hybrid", "model"):
+            raise HeadwayError(
+                f"unknown --draft {text!r}; use ngram (what followed the last tokens before), model:NAME (a smaller model of "
+                "the same tokenizer; model:NAME@TREE for another tree than chain:4) or hybrid (ngram, and the head where "
+                "nothing is found)"
+            )
+        if kind == "model":
+            parse_tree(rest.partition("@")[2] or None)
+        parsed.append((kind, rest))
+    return parsed
+
+
+def make_drafter(
+    kind: str, rest: str, target: Target, head: Head | None, policy: Policy | None, device: str
+) -> Drafter:
+    """Return the drafter of a parsed --draft. Raises HeadwayError for a hybrid without a head, or a model that is none."""
+    from headway.inference.drafter import HeadDrafter, default_policy
+    from headway.inference.drafters.draft_model import ModelDrafter
+    from headway.inference.drafters.hybrid import HybridDrafter
+    from headway.inference.drafters.ngram import NgramDrafter
+    from headway.inference.target import Target as Loaded
+
+    if kind == "ngram":
+        return NgramDrafter()
+    if kind == "model":
+        name, _, tree = rest.partition("@")
+        return ModelDrafter(Loaded.load(name, dtype=target.dtype, device=device), parse_tree(tree or None)).fit(target)
+    if head is None:
+        raise HeadwayError("--draft hybrid asks a head where nothing is found; give --head")
+    return HybridDrafter(HeadDrafter(head, policy if policy is not None else default_policy(head)))
+
+
+def bench_methods(
+    target: Target, heads: dict[str, tuple[Head, Policy | None]], drafts: Sequence[tuple[str, str]], device: str
+) -> tuple[dict[str, tuple[Head | Drafter, Policy | None]], Target | None]:
+    """Return heads and drafters by name, and the draft model that transformers is to assist with. A hybrid takes the first
+    head."""
+    methods: dict[str, tuple[Head | Drafter, Policy | None]] = dict(heads)
+    first, (head, policy) = next(iter(heads.items()), ("", (None, None)))
+    assistant = None
+    for kind, rest in drafts:
+        drafter = make_drafter(kind, rest, target, head, policy, device)
+        model = Path(rest.partition("@")[0]).name
+        name = {"ngram": "n-gram", "hybrid": f"n-gram or {first}", "model": f"model {model}"}[kind]
+        methods[name if name not in methods else f"{kind} {rest}"] = (drafter, None)
+        assistant = getattr(drafter, "model", assistant)
+    return methods, assistant
 
 
 def saved_tree(source: str, target: Target) -> Policy | None:

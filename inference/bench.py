@@ -18,9 +18,11 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from math import ceil
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,17 +34,22 @@ import transformers
 from headway import __version__
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
-from headway.inference.drafter import default_policy
+from headway.inference.drafter import Drafter, as_drafter
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import Policy, check_policy
+from headway.inference.tree import Policy
 from headway.inference.unfinished import Unfinished
 
 Prompt = tuple[str, str, list[int]]
 """(id, category, token ids)."""
 
 TRANSFORMERS, PLAIN = "transformers", "plain"
+LOOKUP, ASSISTED = "transformers lookup", "transformers assisted"
+FAILURES = (HeadwayError, RuntimeError, ValueError, IndexError, TypeError)
+"""What a method may raise on a prompt without ending the bench."""
+LOOKUP_TOKENS = 10
+"""What transformers takes where nothing is said."""
 FORMAT = 1
 WARM_UP_TOKENS = 16
 
@@ -65,17 +72,24 @@ Run = Callable[[Sequence[tuple[int, Prompt]], Settings], list[Answer]]
 
 def bench(
     target: Target,
-    heads: Mapping[str, tuple[Head, Policy | None]],
+    heads: Mapping[str, tuple[Head | Drafter, Policy | None]],
     prompts: Sequence[Prompt],
     settings: Settings,
     *,
     batch_size: int = 1,
+    lookup: bool = False,
+    assistant: Target | None = None,
     seconds: float | None = None,
     command: str = "",
     on_progress: Callable[[int, int], None] | None = None,
     unfinished: Unfinished | None = None,
 ) -> dict[str, Any]:
-    """Return the report of all methods on `prompts`; `heads` maps a name to a head and its tree (None: the default).
+    """Return the report of all methods on `prompts`; `heads` maps a name to a head and its tree (None: the default), or to
+    another drafter and None.
+
+    `lookup` adds transformers' own prompt lookup, `assistant` its assisted generation with that draft model; of these it
+    takes one prompt at a time, so larger batches go without. A group of prompts on which a method fails is counted for
+    none; `errors` holds its words.
 
     After `seconds` no further prompts are begun (the first are); the report counts those that were measured. Ctrl-C
     ends it as if time were up, without the prompts that were under way, once any are measured; `interrupted` says so.
@@ -83,26 +97,19 @@ def bench(
     came from it. `on_progress(prompts done, tokens made)` is called as it goes. Raises HeadwayError for no prompts, a
     tree deeper than its head, or a head named as one of the methods is.
     """
-    policies = _policies(heads)
     numbered = _numbered(prompts)
-    tallies = {TRANSFORMERS: _Tally(TRANSFORMERS), PLAIN: _Tally(PLAIN)}
-    clocks = {name: Times() for name in (TRANSFORMERS, PLAIN, *heads)}
-    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target), PLAIN: _headway_run(target, clocks[PLAIN])}
-    for name, (head, _) in heads.items():
-        tallies[name] = _Tally(name, tree=policies[name].describe())
-        runs[name] = _headway_run(target, clocks[name], head, policies[name])
+    runs, clocks, tallies = _methods(target, heads, lookup and batch_size == 1, assistant if batch_size == 1 else None)
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
     known, keep = _kept(unfinished)
     progress = on_progress or (lambda items, tokens: None)
     if len(known) < len(groups):
-        short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
-        for run in runs.values():
-            run(groups[0], short)
+        _warm_up(runs, groups[0], settings)
     names = list(runs)
     start, measured, continued, interrupted = perf_counter(), 0, 0, False
+    errors: list[dict[str, str]] = []
     for i, group in enumerate(groups):
         if str(i) in known:
-            parts = {name: _Part.read(known[str(i)][name]) for name in names}
+            parts = {name: _Part.read(part) for name, part in known[str(i)].items()}
             continued += len(group)
         elif measured and seconds is not None and perf_counter() - start > seconds:
             break
@@ -117,9 +124,17 @@ def bench(
                 break
             keep(str(i), {name: asdict(part) for name, part in parts.items()})
             progress(len(group), 0)
+        failed = [
+            {"name": name, "id": group[0][1][0], "error": part.error} for name, part in parts.items() if part.error
+        ]
+        errors += failed
+        if failed:
+            continue
         for name, tally in tallies.items():
             tally.add(group, parts[name])
         measured += len(group)
+    if not measured:
+        raise HeadwayError(f"no prompt was answered by every method; {errors[0]['name']}: {errors[0]['error']}")
     return {
         "format": FORMAT,
         "target": target.info.name,
@@ -134,8 +149,9 @@ def bench(
             "left_out": len(prompts) - measured,
             "interrupted": interrupted,
             "continued": continued,
-            "categories": sorted({category for _, category, _ in prompts[:measured]}),
+            "categories": sorted({entry["category"] for entry in tallies[PLAIN].entries}),
         },
+        "errors": errors,
         "rows": [tally.row(tallies, settings) for tally in tallies.values()],
         "rounds": [tally.round() for tally in tallies.values() if tally.times.rounds],
         "answers": [entry for tally in tallies.values() for entry in tally.entries],
@@ -162,10 +178,12 @@ class _Part:
     answers: list[Answer]
     seconds: float
     times: Times
+    error: str = ""
 
     @staticmethod
     def read(kept: dict[str, Any]) -> _Part:
-        return _Part([Answer(**answer) for answer in kept["answers"]], kept["seconds"], Times(**kept["times"]))
+        answers = [Answer(**answer) for answer in kept["answers"]]
+        return _Part(answers, kept["seconds"], Times(**kept["times"]), kept["error"])
 
 
 def _measure(
@@ -180,22 +198,54 @@ def _measure(
     parts = {}
     for name in order:
         clocks[name].clear()
-        begin = perf_counter()
-        answers = runs[name](group, settings)
-        parts[name] = _Part(answers, perf_counter() - begin, copy(clocks[name]))
+        begin, error, answers = perf_counter(), "", []
+        try:
+            answers = runs[name](group, settings)
+        except FAILURES as e:
+            error = f"{type(e).__name__}: {e}"
+        parts[name] = _Part(answers, perf_counter() - begin, copy(clocks[name]), error)
         progress(0, sum(len(answer.token_ids) for answer in answers))
     return parts
 
 
-def _policies(heads: Mapping[str, tuple[Head, Policy | None]]) -> dict[str, Policy]:
-    """Return the tree of each head, after checking that it can draft it."""
-    policies = {}
+def _methods(
+    target: Target,
+    heads: Mapping[str, tuple[Head | Drafter, Policy | None]],
+    lookup: bool,
+    assistant: Target | None,
+) -> tuple[dict[str, Run], dict[str, Times], dict[str, _Tally]]:
+    """Return what answers by each method, its clock and its tally."""
+    clocks: dict[str, Times] = defaultdict(Times)
+    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target)}
+    if lookup:
+        runs[LOOKUP] = _transformers_run(target, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    if assistant is not None:
+        runs[ASSISTED] = _transformers_run(target, assistant_model=assistant.model)
+    runs[PLAIN] = _headway_run(target, clocks[PLAIN])
+    tallies = {name: _Tally(name) for name in runs}
+    for name, drafter in _drafters(heads, target).items():
+        tallies[name] = _Tally(name, tree=drafter.describe() if drafter is not None else "off")
+        runs[name] = _headway_run(target, clocks[name], drafter)
+    return runs, clocks, tallies
+
+
+def _warm_up(runs: Mapping[str, Run], group: Sequence[tuple[int, Prompt]], settings: Settings) -> None:
+    """Have every method answer shortly; one that fails says so when it is measured."""
+    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
+    for run in runs.values():
+        with suppress(*FAILURES):
+            run(group, short)
+
+
+def _drafters(heads: Mapping[str, tuple[Head | Drafter, Policy | None]], target: Target) -> dict[str, Drafter | None]:
+    """Return what drafts for each method, after checking that it can."""
+    drafters = {}
     for name, (head, policy) in heads.items():
-        if name in (TRANSFORMERS, PLAIN):
+        if name in (TRANSFORMERS, LOOKUP, ASSISTED, PLAIN):
             raise HeadwayError(f"a head cannot be called {name!r} in a bench; rename its folder")
-        policies[name] = policy if policy is not None else default_policy(head)
-        check_policy(policies[name], head.max_depth)
-    return policies
+        drafter = as_drafter(head, policy)
+        drafters[name] = None if drafter is None else drafter.fit(target)
+    return drafters
 
 
 def throughput(
@@ -368,6 +418,7 @@ class _Tally:
         compared = settings.greedy and self is not reference
         exact = settings.greedy or settings.accept == "exact"
         gaps = [gap for answer in self.answers.values() for gap in _gaps(answer)]
+        first = [answer.arrivals[0][0] for answer in self.answers.values()]
         row: dict[str, Any] = {
             "name": self.name,
             "tokens_per_s": self.tokens_per_s,
@@ -376,10 +427,14 @@ class _Tally:
             "accepted_length": _per(emitted, rounds),
             "identical": self.same(reference) if compared else None,
             "identical_to_plain": self.same(plain) if exact and self not in (reference, plain) else None,
-            "ttft_ms": 1000 * median(answer.arrivals[0][0] for answer in self.answers.values()),
+            "ttft_ms": 1000 * median(first),
+            "ttft_p95_ms": 1000 * _percentile(first, 0.95),
             "itl_ms": 1000 * median(gaps) if gaps else None,
+            "itl_p95_ms": 1000 * _percentile(gaps, 0.95) if gaps else None,
             "accepted_length_by_category": {c: _per(*counts) for c, counts in sorted(self.by_category.items())},
             "row_passes": rounds + len(self.answers),
+            "passes_per_answer": rounds / len(self.answers) + 1,
+            "seconds_per_answer": self.seconds / len(self.answers),
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tree": self.tree,
@@ -409,6 +464,11 @@ def _per(emitted: int, rounds: int) -> float:
     return emitted / rounds if rounds else 1.0
 
 
+def _percentile(values: Sequence[float], share: float) -> float:
+    """Return the least value that `share` of the values do not exceed."""
+    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
+
+
 def _gaps(answer: Answer) -> list[float]:
     """Return the seconds each token after the first took; tokens that came together share the time since the last."""
     gaps = []
@@ -418,7 +478,7 @@ def _gaps(answer: Answer) -> list[float]:
     return gaps
 
 
-def _headway_run(target: Target, times: Times, head: Head | None = None, policy: Policy | None = None) -> Run:
+def _headway_run(target: Target, times: Times, drafter: Drafter | None = None) -> Run:
     def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
         settings = replace(settings, max_new_tokens=_budget(target, group, settings))
         arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number, _ in group}
@@ -428,9 +488,7 @@ def _headway_run(target: Target, times: Times, head: Head | None = None, policy:
         def arrived(request: Request, tokens: list[int]) -> None:
             arrivals[request.id].append((perf_counter() - begin, len(tokens)))
 
-        results = generate(
-            target, requests, head=head, policy=policy, batch_size=len(group), on_tokens=arrived, times=times
-        )
+        results = generate(target, requests, head=drafter, batch_size=len(group), on_tokens=arrived, times=times)
         answers = {r.id: Answer(r.token_ids, r.rounds, sum(r.accepted_per_round), arrivals[r.id]) for r in results}
         return [answers[number] for number, _ in group]
 
@@ -441,21 +499,22 @@ class _Arrivals:
     """A streamer of transformers that notes when tokens come."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.steps: list[tuple[float, int]] = []
+        """(seconds, ids that came then)."""
         self._begin = perf_counter()
         self._prompt_seen = False
 
     def put(self, value: Any) -> None:
         """Take the prompt first, then each step's tokens."""
         if self._prompt_seen:
-            self.seconds.append(perf_counter() - self._begin)
+            self.steps.append((perf_counter() - self._begin, value.numel()))
         self._prompt_seen = True
 
     def end(self) -> None:
         """Nothing is left to do."""
 
 
-def _transformers_run(target: Target) -> Run:
+def _transformers_run(target: Target, **extra: Any) -> Run:
     def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
         prompts = [ids for _, (_, _, ids) in group]
         size = max(map(len, prompts))
@@ -472,12 +531,16 @@ def _transformers_run(target: Target) -> Run:
             eos_token_id=list(_eos(target, settings)) or None,
             streamer=streamer,
             **_sampling(settings),
+            **extra,
         )
         answers = []
         for row in out[:, size:].tolist():
             ids = _until_end(row, _eos(target, settings))
-            arrivals = [(seconds, 1) for seconds in streamer.seconds[: len(ids)]]
-            answers.append(Answer(ids, len(ids) - 1, len(ids) - 1, arrivals))
+            if extra:  # one prompt, and each step brings what was accepted of its draft; the first reads the prompt too
+                answers.append(Answer(ids, len(streamer.steps), len(ids), streamer.steps))
+            else:
+                arrivals = [(seconds, 1) for seconds, _ in streamer.steps[: len(ids)]]
+                answers.append(Answer(ids, len(ids) - 1, len(ids) - 1, arrivals))
         return answers
 
     return run
@@ -537,16 +600,18 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
         title=f"{report['target']}, {place['dtype']}, {report['prompts']['count']} prompts",
     )
     table.add_column("method", no_wrap=True)
-    heading = ["tokens/s", "speed-up", "x plain", "accepted", "same", "ttft ms", "itl ms"]
+    heading = ["tokens/s", "speed-up", "x plain", "accepted", "same", "ttft ms", "itl ms", "p95"]
     for title in heading:
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["rows"]:
         same = "-" if row["identical"] is None else f"{row['identical']:.0%}"
         cells = [f"{row[key]:.2f}" for key in ("ratio_vs_transformers", "ratio_vs_plain", "accepted_length")]
-        token_ms = "-" if row["itl_ms"] is None else f"{row['itl_ms']:.1f}"
+        token_ms = ["-" if row[key] is None else f"{row[key]:.1f}" for key in ("itl_ms", "itl_p95_ms")]
         name = f"{row['name']} (lossy)" if row["lossy"] else row["name"]
-        table.add_row(name, f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", token_ms)
+        table.add_row(name, f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", *token_ms)
     console.print(table)
+    for error in report["errors"]:
+        console.print(f"not counted: {error['id']}, on which {error['name']} failed: {error['error']}", markup=False)
     if len(report["prompts"]["categories"]) > 1:
         console.print(_category_table(report))
     if report["rounds"]:
@@ -561,7 +626,9 @@ def _category_table(report: dict[str, Any]) -> Any:
     table.add_column("method", no_wrap=True)
     for category in report["prompts"]["categories"]:
         table.add_column(category, justify="right", no_wrap=True)
-    for row in report["rows"][2:]:
+    for row in report["rows"]:
+        if row["name"] in (TRANSFORMERS, PLAIN):
+            continue
         values = row["accepted_length_by_category"]
         table.add_row(row["name"], *(f"{values[c]:.2f}" for c in report["prompts"]["categories"]))
     return table
@@ -581,6 +648,64 @@ def _round_table(report: dict[str, Any]) -> Any:
     return table
 
 
+def print_crossover(reports: Sequence[dict[str, Any]], console: Any = None) -> None:
+    """Print the speed-up of each method over plain decoding at each batch size, of reports that differ in it alone."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    sizes = [report["settings"]["batch_size"] for report in reports]
+    table = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="tokens per second over plain decoding, by prompts at once")
+    table.add_column("method", no_wrap=True)
+    for size in sizes:
+        table.add_column(str(size), justify="right")
+    for name, ratios in _ratios(reports).items():
+        table.add_row(name, *("-" if ratios.get(size) is None else f"{ratios[size]:.2f}" for size in sizes))
+    (console or Console()).print(table)
+
+
+def _ratios(reports: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return, by method and batch size, tokens per second over plain decoding."""
+    found: dict[str, dict[int, float]] = {}
+    for report in reports:
+        for row in report["rows"]:
+            found.setdefault(row["name"], {})[report["settings"]["batch_size"]] = row["ratio_vs_plain"]
+    return found
+
+
+def save_crossover(reports: Sequence[dict[str, Any]], path: Path | str) -> None:
+    """Draw each method's speed-up over plain decoding against the batch size into a PNG."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    sizes = [report["settings"]["batch_size"] for report in reports]
+    for name, ratios in _ratios(reports).items():
+        style = {PLAIN: ("0.3", "--"), TRANSFORMERS: ("0.65", "-")}.get(name, (None, "-"))
+        axes.plot(list(ratios), list(ratios.values()), marker="o", label=name, color=style[0], linestyle=style[1])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlabel("prompts at once")
+    axes.set_ylabel("tokens per second over plain decoding")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    place = reports[0]["environment"]
+    title = f"{Path(reports[0]['target']).name}, {place['dtype']}, {place['threads']} threads"
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save_figure(figure, Path(path))
+
+
+def _save_figure(figure: Any, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    FigureCanvasAgg(figure).print_png(str(aside))
+    aside.replace(path)
+
+
 def require_matplotlib() -> None:
     """Raise HeadwayError unless a plot can be drawn."""
     from importlib.util import find_spec
@@ -592,13 +717,15 @@ def require_matplotlib() -> None:
 def save_plot(report: dict[str, Any], path: Path | str) -> None:
     """Draw tokens per second and accepted length of each method into a PNG. Raises HeadwayError without matplotlib."""
     require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows, place = report["rows"], report["environment"]
     figure = Figure(figsize=(7, 0.7 * len(rows) + 1.6), layout="constrained")
     axes = figure.add_subplot()
-    colours = ["0.65", "0.45", *(f"C{i}" for i in range(len(rows) - 2))]
+    ours = [row["name"] for row in rows if row["tree"] is not None]
+    colours = [
+        f"C{ours.index(n)}" if n in ours else "0.45" if n == PLAIN else "0.65" for n in (r["name"] for r in rows)
+    ]
     bars = axes.barh([row["name"] for row in rows], [row["tokens_per_s"] for row in rows], color=colours)
     notes = [f"{r['ratio_vs_transformers']:.2f}x, accepted length {r['accepted_length']:.2f}" for r in rows]
     axes.bar_label(bars, notes, padding=4)
@@ -611,7 +738,4 @@ def save_plot(report: dict[str, Any], path: Path | str) -> None:
         fontsize=10,
     )
     axes.spines[["top", "right"]].set_visible(False)
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    FigureCanvasAgg(figure).print_png(str(aside))
-    aside.replace(path)
+    _save_figure(figure, Path(path))

@@ -338,6 +338,66 @@ def test_train_makes_a_head(run: Run, tmp_path: Path) -> None:
     assert json.loads(run("info", str(tmp_path / "run"), "--json")[1])["head"]["family"] == "medusa"
 
 
+def test_bench_of_drafters_and_batches(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    drafts = ("--draft", "ngram", "--draft", "model:target@dynamic:depth=2,top_k=2,nodes=5", "--draft", "hybrid")
+    argv = [*BENCH, "--prompts", "prompts.jsonl", "--head", "eagle3", *drafts, "--batch", "2,1"]
+    code, printed, err = run(*argv, "--out", str(out), "--plot")
+    assert code == 0, err
+    assert "larger batches have no row of it" in err
+    assert "by prompts at once" in printed
+    one, two = json.loads(out.read_text())["batches"]
+    ours = ["plain", "eagle3", "n-gram", "model target", "n-gram or eagle3"]
+    assert [row["name"] for row in one["rows"]] == [
+        "transformers",
+        "transformers lookup",
+        "transformers assisted",
+        *ours,
+    ]
+    assert [row["name"] for row in two["rows"]] == ["transformers", *ours]
+    for report in (one, two):
+        assert not report["errors"]
+        assert all(row["identical"] in (None, 1.0) for row in report["rows"])
+        rows = {row["name"]: row for row in report["rows"]}
+        assert rows["model target"]["accepted_length"] > 2  # of at most 3: it drafts with the target itself
+        assert rows["plain"]["itl_p95_ms"] >= rows["plain"]["itl_ms"]
+        assert rows["plain"]["passes_per_answer"] == rows["plain"]["row_passes"] / 3
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert one["rows"][2]["accepted_length"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--draft", "magic"), "unknown --draft 'magic'"),
+        (("--draft", "model:"), "unknown --draft 'model:'"),
+        (("--draft", "ngram:3"), "unknown --draft 'ngram:3'"),
+        (("--draft", "model:target@chains:2"), "unknown tree 'chains:2'"),
+        (("--draft", "hybrid"), "give --head"),
+        (("--batch", "1,x"), "--batch is '1,x'"),
+        (("--batch", "0"), "--batch is '0'"),
+        (("--throughput", "--draft", "ngram"), "leave out"),
+        (("--throughput", "--batch", "1,2"), "leave out"),
+    ],
+)
+def test_bench_refuses(run: Run, given: tuple[str, ...], words: str) -> None:
+    code, out, err = run(*BENCH, "--prompts", "prompts.jsonl", *given)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_generate_with_drafters(run: Run) -> None:
+    plain = json.loads(run(*GENERATE, "--prompt", "Hi", "--json")[1])
+    for draft in (("ngram",), ("model:target",), ("hybrid", "--head", "eagle3")):
+        code, out, err = run(*GENERATE, "--prompt", "Hi", "--json", "--draft", *draft)
+        assert code == 0, err
+        assert json.loads(out)["token_ids"] == plain["token_ids"]
+    assert json.loads(run(*GENERATE, "--prompt", "Hi", "--json", "--draft", "model:target")[1])["accepted_length"] > 2
+    code, _, err = run(*GENERATE, "--prompt", "Hi", "--draft", "ngram", "--head", "eagle3")
+    assert code == 2
+    assert "leave out --head" in err
+
+
 def test_an_interrupted_bench_writes_what_it_has(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.inference import bench as measure
 

@@ -140,6 +140,23 @@ def test_a_wrong_answer_shows(target: Target, head: Head, monkeypatch: pytest.Mo
     assert report["rows"][1]["different"] == ["a"]
 
 
+def test_a_method_that_fails_on_a_prompt_is_named(target: Target, head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = target.model.generate
+
+    def failing(*args: object, **kwargs: object) -> object:
+        if kwargs["input_ids"].shape[1] == len(PROMPTS[1][2]):  # type: ignore[attr-defined]
+            raise ValueError("no such prompt")
+        return real(*args, **kwargs)  # type: ignore[operator]
+
+    monkeypatch.setattr(target.model, "generate", failing)
+    report = bench(target, {"mine": (head, None)}, PROMPTS, Settings(max_new_tokens=4))
+    assert report["errors"] == [{"name": "transformers", "id": "b", "error": "ValueError: no such prompt"}]
+    assert (report["prompts"]["count"], report["prompts"]["left_out"]) == (2, 1)
+    assert [e["id"] for e in report["answers"]] == ["a", "c"] * 3
+    with pytest.raises(HeadwayError, match="no such prompt"):
+        bench(target, {}, PROMPTS[1:2], Settings(max_new_tokens=4))
+
+
 def test_refusals(target: Target, head: Head) -> None:
     with pytest.raises(HeadwayError, match="no prompts"):
         bench(target, {}, [], Settings())
