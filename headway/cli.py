@@ -195,9 +195,10 @@ def generate_command(
     if source is not None:
         loaded_head = load_head(source, loaded, other_target=other_target)
         policy = policy if policy is not None else inputs.saved_tree(source, loaded)
+    economy = None if source is None else inputs.economy(source, loaded, tree)
     if kind:
         loaded_head = inputs.make_drafter(kind, rest, loaded, loaded_head, policy, device)
-    _answer(loaded, ids, settings, loaded_head, policy, as_json)
+    _answer(loaded, ids, settings, loaded_head, policy, economy, as_json)
 
 
 def _temperature(accept: str, temperature: float) -> float:
@@ -214,7 +215,9 @@ def _temperature(accept: str, temperature: float) -> float:
     return temperature
 
 
-def _answer(target: Any, ids: list[int], settings: Settings, head: Any, policy: Any, as_json: bool) -> None:
+def _answer(
+    target: Any, ids: list[int], settings: Settings, head: Any, policy: Any, economy: Any, as_json: bool
+) -> None:
     """Answer one prompt on the screen."""
     from headway.inference.generate import Request, generate
     from headway.inference.stream import TextStream
@@ -227,6 +230,7 @@ def _answer(target: Any, ids: list[int], settings: Settings, head: Any, policy: 
         [Request(ids, settings)],
         head=head,
         policy=policy,
+        economy=economy,
         on_tokens=lambda request, tokens: show(stream.feed(tokens)),
     )
     seconds = perf_counter() - begin
@@ -320,6 +324,8 @@ def bench_command(
         )
         for name, source in inputs.head_names(sources).items()
     }
+    asked = {name: inputs.economy(source, loaded, tree) for name, source in inputs.head_names(sources).items()}
+    economies = {name: economy for name, economy in asked.items() if economy is not None}
     methods, assistant = inputs.bench_methods(loaded, heads, drafts, device)
     if drafts and sizes[-1] > 1:
         print(
@@ -344,6 +350,7 @@ def bench_command(
             batch_size=size,
             lookup=bool(drafts),
             assistant=assistant,
+            economies=economies,
             command=said,
             on_progress=lambda items, tokens, progress=progress: progress.add(items=items, tokens=tokens),  # type: ignore[misc]
             unfinished=unfinished,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.heads.common.protocol import Head, TargetInfo
     from headway.inference.bench import Prompt
     from headway.inference.drafter import Drafter
+    from headway.inference.economy import Economy
     from headway.inference.target import Target
     from headway.inference.tree import Policy
     from headway.inference.unfinished import Unfinished
@@ -283,6 +284,18 @@ def parse_tree(text: str | None) -> Policy | None:
     from headway.inference.tree import parse_policy
 
     return None if text in (None, "auto") else parse_policy(text or "")
+
+
+def economy(source: str, target: Target, tree: str | None) -> Economy | None:
+    """Return what turns a head off where drafting does not pay; None where a tree was asked for by name, which then drafts
+    in every round."""
+    from headway.heads.common.checkpoint import head_folder
+    from headway.inference.economy import Economy
+    from headway.inference.tune import load_ratio
+
+    if tree not in (None, "auto"):
+        return None
+    return Economy(load_ratio(head_folder(source), target.dtype, str(target.device)))
 
 
 def parse_drafts(texts: Sequence[str]) -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ from headway import __version__
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.drafter import Drafter, as_drafter
+from headway.inference.economy import Economy
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -79,6 +80,7 @@ def bench(
     batch_size: int = 1,
     lookup: bool = False,
     assistant: Target | None = None,
+    economies: Mapping[str, Economy] | None = None,
     seconds: float | None = None,
     command: str = "",
     on_progress: Callable[[int, int], None] | None = None,
@@ -88,7 +90,8 @@ def bench(
     another drafter and None.
 
     `lookup` adds transformers' own prompt lookup, `assistant` its assisted generation with that draft model; of these it
-    takes one prompt at a time, so larger batches go without. A group of prompts on which a method fails is counted for
+    takes one prompt at a time, so larger batches go without. `economies` turns methods, by name, off where drafting does
+    not pay; without one a method drafts in every round. A group of prompts on which a method fails is counted for
     none; `errors` holds its words.
 
     After `seconds` no further prompts are begun (the first are); the report counts those that were measured. Ctrl-C
@@ -98,7 +101,9 @@ def bench(
     tree deeper than its head, or a head named as one of the methods is.
     """
     numbered = _numbered(prompts)
-    runs, clocks, tallies = _methods(target, heads, lookup and batch_size == 1, assistant if batch_size == 1 else None)
+    if batch_size > 1:
+        lookup, assistant = False, None
+    runs, clocks, tallies = _methods(target, heads, lookup, assistant, economies or {})
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
     known, keep = _kept(unfinished)
     progress = on_progress or (lambda items, tokens: None)
@@ -213,6 +218,7 @@ def _methods(
     heads: Mapping[str, tuple[Head | Drafter, Policy | None]],
     lookup: bool,
     assistant: Target | None,
+    economies: Mapping[str, Economy],
 ) -> tuple[dict[str, Run], dict[str, Times], dict[str, _Tally]]:
     """Return what answers by each method, its clock and its tally."""
     clocks: dict[str, Times] = defaultdict(Times)
@@ -225,7 +231,7 @@ def _methods(
     tallies = {name: _Tally(name) for name in runs}
     for name, drafter in _drafters(heads, target).items():
         tallies[name] = _Tally(name, tree=drafter.describe() if drafter is not None else "off")
-        runs[name] = _headway_run(target, clocks[name], drafter)
+        runs[name] = _headway_run(target, clocks[name], drafter, economies.get(name))
     return runs, clocks, tallies
 
 
@@ -457,6 +463,7 @@ class _Tally:
         for part in ("draft", "verify", "other"):
             out[f"{part}_ms"] = 1000 * getattr(times, part) / times.rounds
             out[f"{part}_share"] = getattr(times, part) / total
+        out["drafted_share"] = times.drafted / times.rounds
         return out
 
 
@@ -478,7 +485,7 @@ def _gaps(answer: Answer) -> list[float]:
     return gaps
 
 
-def _headway_run(target: Target, times: Times, drafter: Drafter | None = None) -> Run:
+def _headway_run(target: Target, times: Times, drafter: Drafter | None = None, economy: Economy | None = None) -> Run:
     def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
         settings = replace(settings, max_new_tokens=_budget(target, group, settings))
         arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number, _ in group}
@@ -640,11 +647,11 @@ def _round_table(report: dict[str, Any]) -> Any:
 
     table = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="where the time of a round goes")
     table.add_column("method", no_wrap=True)
-    for title in ("rounds", "round ms", "draft", "verify", "other"):
+    for title in ("rounds", "drafted", "round ms", "draft", "verify", "other"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["rounds"]:
         parts = [f"{row[p + '_ms']:.2f} ({row[p + '_share']:.0%})" for p in ("draft", "verify", "other")]
-        table.add_row(row["name"], str(row["rounds"]), f"{row['round_ms']:.2f}", *parts)
+        table.add_row(row["name"], str(row["rounds"]), f"{row['drafted_share']:.0%}", f"{row['round_ms']:.2f}", *parts)
     return table
 
 

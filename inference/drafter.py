@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from headway.heads.common.protocol import Context, Head, State, Tap
@@ -30,6 +31,24 @@ class Committed:
     count_B: list[int]
     tap_BTF: Tensor | None
     """Features of the drafter's taps; None where it has none."""
+
+    @staticmethod
+    def joined(parts: list[Committed]) -> Committed:
+        """Return parts that follow one another as one. None of them has padding."""
+        taps = [part.tap_BTF for part in parts if part.tap_BTF is not None]
+        return Committed(
+            torch.cat([part.token_BT for part in parts], 1),
+            torch.cat([part.next_BT for part in parts], 1),
+            torch.cat([part.position_BT for part in parts], 1),
+            [sum(counts) for counts in zip(*(part.count_B for part in parts), strict=True)],
+            torch.cat(taps, 1) if taps else None,
+        )
+
+    def rows(self, kept: list[int]) -> Committed:
+        """Return the given rows alone."""
+        tap_BTF = None if self.tap_BTF is None else self.tap_BTF[kept]
+        count = [self.count_B[b] for b in kept]
+        return Committed(self.token_BT[kept], self.next_BT[kept], self.position_BT[kept], count, tap_BTF)
 
 
 @dataclass

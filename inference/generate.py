@@ -27,6 +27,7 @@ from headway.heads.common.protocol import Head, State, Tap
 from headway.inference.cache import SlotCache
 from headway.inference.draft import Draws
 from headway.inference.drafter import Ask, Committed, Drafter, as_drafter
+from headway.inference.economy import Economy
 from headway.inference.sampling import Settings, check_chosen, choose, process
 from headway.inference.target import Target
 from headway.inference.tree import Policy, Tree
@@ -82,12 +83,14 @@ class Times:
     verify: float = 0.0
     other: float = 0.0
     rounds: int = 0
+    drafted: int = 0
+    """Rounds that drafted."""
     on: bool = True
 
     def clear(self) -> None:
         """Begin at nothing."""
         self.draft = self.verify = self.other = 0.0
-        self.rounds = 0
+        self.rounds = self.drafted = 0
 
     def add(self, more: Times) -> None:
         """Count what another counted."""
@@ -95,6 +98,7 @@ class Times:
         self.verify += more.verify
         self.other += more.other
         self.rounds += more.rounds
+        self.drafted += more.drafted
 
 
 @torch.inference_mode()
@@ -133,6 +137,7 @@ def generate(
     times: Times | None = None,
     observe: Callable[[Tree, list[list[int]]], None] | None = None,
     record: Sequence[Tap] = (),
+    economy: Economy | None = None,
 ) -> Iterator[Result]:
     """Yield one Result per request, in the order they finish.
 
@@ -140,7 +145,7 @@ def generate(
     another. `head` is a head with its `policy`, or another drafter; without one each round commits one token. `on_tokens`
     is called with each row's new tokens as they are committed. `times`, if given, is filled; `observe` is called with each
     round's tree and accepted paths. `record` names taps whose features come with each result; not together with a head,
-    and a target in plain mode gives none.
+    and a target in plain mode gives none. `economy` turns drafting off where it does not pay; without it every round drafts.
 
     Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
     """
@@ -150,7 +155,7 @@ def generate(
         yield from _plain_rows(target, requests, on_tokens)
         return
     drafter = None if drafter is None else drafter.fit(target)
-    batch = _Batch(target, drafter, on_tokens, times, observe, record)
+    batch = _Batch(target, drafter, on_tokens, times, observe, record, economy)
     waiting = iter(requests)
     while True:
         free = batch_size - len(batch.rows)
@@ -165,6 +170,8 @@ def generate(
         yield from batch.round()
 
 
+MOST_BEHIND = 256
+"""Tokens a drafter may be behind while it does not draft; their features are kept for it."""
 PREFILL_TOKENS = 2048
 """Most prompt tokens prefilled in one pass."""
 PASS_TOKENS = {"cpu": 24, "cuda": 256}
@@ -289,8 +296,11 @@ class _Batch:
         times: Times | None,
         observe: Callable[[Tree, list[list[int]]], None] | None,
         record: Sequence[Tap],
+        economy: Economy | None = None,
     ) -> None:
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.economy = target, drafter, economy
+        # What was committed in rounds that did not draft, one token per row each; the drafter gets it before it drafts.
+        self.behind: list[Committed] = []
         self.record = bool(record)
         self.observe = observe or (lambda tree, paths: None)
         self.on_tokens = on_tokens or (lambda request, tokens: None)
@@ -382,6 +392,7 @@ class _Batch:
         else:
             self.cache.slots.append_rows(cache.slots, kept)
             if self.drafter is not None:
+                self._catch_up()
                 self.state = self.drafter.join_rows(self.state, state)
         self.rows += rows
 
@@ -390,9 +401,12 @@ class _Batch:
         """Draft, verify, accept, commit; yield the rows that ended."""
         target, drafter, cache = self.target, self.drafter, self.cache
         assert cache is not None
+        began = perf_counter()
         begin = self._now()
         root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
-        if drafter is not None:
+        drafting = drafter is not None and (self.economy is None or self.economy.drafts(len(self.rows)))
+        if drafter is not None and drafting:
+            self._catch_up()
             histories = [row.history for row in self.rows]
             draws = Draws.of(
                 [row.settings for row in self.rows], [row.request.key for row in self.rows], list(map(len, histories))
@@ -420,15 +434,25 @@ class _Batch:
         absorb = 0.0
         if drafter is not None and len(done) < len(self.rows):
             before = self._now()
-            self._absorb(drafter, tree, paths, emitted, out.tap_BNF, start_B1)
+            committed = self._committed(tree, paths, emitted, out.tap_BNF, start_B1)
+            if drafting:
+                self.state = drafter.start(committed, self.state, len(paths))
+            else:
+                self.behind.append(committed)
+                if len(self.behind) >= MOST_BEHIND:
+                    self._catch_up()
             absorb = self._now() - before
+        rows = len(self.rows)
         if done:
             self._drop(done)
+        if self.economy is not None and drafter is not None:
+            self.economy.count(rows, drafting, [len(tokens) for tokens in emitted], perf_counter() - began)
         times = self.times
         times.draft += drafted - begin + absorb
         times.verify += verified - drafted
         times.other += self._now() - verified - absorb
         times.rounds += 1
+        times.drafted += drafting
         yield from yield_rows
 
     def _now(self) -> float:
@@ -482,16 +506,22 @@ class _Batch:
                 walks[b] = walked
         return [path for path, _ in walks], [emitted for _, emitted in walks]
 
-    def _absorb(
+    def _catch_up(self) -> None:
+        """Give the drafter what was committed while it did not draft."""
+        if self.behind and self.drafter is not None:
+            whole = Committed.joined(self.behind)
+            self.state = self.drafter.start(whole, self.state, whole.token_BT.shape[0])
+        self.behind = []
+
+    def _committed(
         self,
-        drafter: Drafter,
         tree: Tree,
         paths: list[list[int]],
         emitted: list[list[int]],
         tap_BNF: Tensor | None,
         start_B1: Tensor,
-    ) -> None:
-        """Give the drafter the committed nodes, each with its features and the token after it."""
+    ) -> Committed:
+        """Return the committed nodes, each with its features and the token after it."""
         device = start_B1.device
         count = [min(len(p), len(e)) for p, e in zip(paths, emitted, strict=True)]
         width = max(count)
@@ -502,8 +532,7 @@ class _Batch:
         if tap_BNF is not None:
             tap_BTF = tap_BNF.gather(1, path_BT[:, :, None].expand(-1, -1, tap_BNF.shape[2]))
         position_BT = start_B1 + torch.arange(width, device=device)
-        committed = Committed(tree.token_BN.gather(1, path_BT), next_BT, position_BT, count, tap_BTF)
-        self.state = drafter.start(committed, self.state, len(paths))
+        return Committed(tree.token_BN.gather(1, path_BT), next_BT, position_BT, count, tap_BTF)
 
     def _drop(self, done: list[int]) -> None:
         count = len(self.rows) - len(done)
@@ -512,8 +541,9 @@ class _Batch:
         kept = [next(last) if b in done else b for b in range(count)]
         self.rows = [self.rows[b] for b in kept]
         if not kept:
-            self.cache, self.state = None, None
+            self.cache, self.state, self.behind = None, None, []
             return
+        self.behind = [committed.rows(kept) for committed in self.behind]
         self.cache.slots.keep_rows(kept)  # type: ignore[union-attr]
         if self.drafter is not None:
             self.state = self.drafter.select_rows(self.state, kept)

@@ -326,5 +326,15 @@ def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu
         ) from e
 
 
+def load_ratio(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> float | None:
+    """Return how many plain rounds a round of the tuned tree lasts, as measured when it was tuned; None without a file
+    that says so."""
+    report = read_policies(folder).get(_key(str(dtype), device))
+    if not isinstance(report, dict) or "plain_ms" not in report:
+        return None
+    rounds = {row["policy"]: row["round_ms"] for row in report.get("candidates", ())}
+    return rounds[report["policy"]] / report["plain_ms"] if report["policy"] in rounds else None
+
+
 def _key(dtype: str, device: str) -> str:
     return f"{device.split(':')[0]} {dtype.removeprefix('torch.')}"

@@ -1,0 +1,170 @@
+"""Drafting is turned off while it does not pay, and on again; the answer is the same, and the drafter misses nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headway.inference import generate as decoding
+from headway.inference.drafter import Drafter, as_drafter
+from headway.inference.drafters.draft_model import ModelDrafter
+from headway.inference.drafters.ngram import NgramDrafter
+from headway.inference.economy import ENOUGH, Economy
+from headway.inference.generate import Request, Result, generate
+from headway.inference.sampling import Settings
+from headway.inference.target import Target
+from headway.inference.tree import DynamicTree
+from tests.inference.helpers import PROMPTS, encode, hf_greedy, random_head
+from tests.tiny import llama4, llama12, target
+
+
+def drive(economy: Economy, rounds: int, accepted: float, cost: float, rows: int = 1) -> list[bool]:
+    """Run rounds in which a draft gains `accepted` tokens for `cost` plain rounds; return which of them drafted."""
+    drafted = []
+    for _ in range(rounds):
+        on = economy.drafts(rows)
+        economy.count(rows, on, [accepted if on else 1] * rows, 0.02 * (cost if on else 1.0))  # type: ignore[list-item]
+        drafted.append(on)
+    return drafted
+
+
+def test_drafting_that_pays_stays_on() -> None:
+    drafted = drive(Economy(), 500, accepted=2.0, cost=1.3)
+    assert drafted[:ENOUGH] == [True] * ENOUGH
+    assert drafted.count(False) == 3  # to find out what a plain round costs
+
+
+def test_drafting_that_was_priced_is_not_priced_again() -> None:
+    assert all(drive(Economy(ratio=1.3), 500, accepted=2.0, cost=1.3))
+
+
+@pytest.mark.parametrize("ratio", [None, 1.3])
+def test_drafting_that_does_not_pay_goes_off(ratio: float | None) -> None:
+    drafted = drive(Economy(ratio), 2000, accepted=1.05, cost=1.5)
+    assert sum(drafted[:ENOUGH]) == ENOUGH
+    first_off = drafted.index(False)
+    assert first_off <= ENOUGH
+    # Trials get rarer: the loss is small in the first thousand rounds and smaller in the second.
+    assert sum(drafted[:1000]) < 60
+    assert sum(drafted[1000:]) < 20
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    economy = Economy()
+    drive(economy, 300, accepted=1.0, cost=1.5)
+    drafted = drive(economy, 600, accepted=2.5, cost=1.5)
+    assert all(drafted[-200:])
+
+
+def test_each_number_of_rows_is_judged_apart() -> None:
+    economy = Economy()
+    for _ in range(5):
+        one, many = drive(economy, 100, 2.0, 1.3), drive(economy, 100, 2.0, 2.6, rows=8)
+    assert all(one)
+    assert sum(many) < 10
+    assert drive(economy, 1, 2.0, 2.6, rows=7) == [many[-1]]  # about as many
+
+
+class Script(Economy):
+    """Drafts and does not as it is told."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self.pattern, self.at = pattern, 0
+
+    def drafts(self, rows: int) -> bool:
+        self.at += 1
+        return self.pattern[self.at % len(self.pattern)] == "d"
+
+
+@pytest.fixture(scope="module")
+def twelve() -> Target:
+    return target(llama12())
+
+
+def run(t: Target, drafter: Drafter, economy: Economy | None, batch_size: int, **settings: Any) -> dict[str, Result]:
+    requests = [
+        Request(encode(text), Settings(max_new_tokens=20 + 7 * i, eos_ids=(), **settings), id=text, key=i)
+        for i, text in enumerate((*PROMPTS, "again and again"))
+    ]
+    return {r.id: r for r in generate(t, requests, head=drafter, batch_size=batch_size, economy=economy)}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "model", "ngram"])
+def test_the_answer_is_the_same(kind: str, batch_size: int, twelve: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_BEHIND", 5)
+    made: dict[str, Drafter | None] = {
+        "model": ModelDrafter(target(llama4(), name="small")),
+        "ngram": NgramDrafter(shortest=1),
+    }
+    drafter = made.get(kind) or as_drafter(random_head(kind, twelve), DynamicTree(2, 2, 5))
+    assert drafter is not None
+    for pattern in ("pppdd", "dppppppppp", "ppppppppppppppppppd"):
+        for i, (text, result) in enumerate(run(twelve, drafter, Script(pattern), batch_size).items()):
+            count = 20 + 7 * [*PROMPTS, "again and again"].index(text)
+            assert result.token_ids == hf_greedy(twelve.model, encode(text), count), (pattern, i)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_drafter_that_was_behind_knows_everything(batch_size: int, twelve: Target) -> None:
+    """The target drafting for itself is right in every drafted round only if nothing that was committed is missing."""
+    drafter = ModelDrafter(Target(twelve.model, twelve.tokenizer, "twin"))
+    for pattern in ("pppd", "ppppppppppd", "dp"):
+        script = Script(pattern)
+        for result in run(twelve, drafter, script, batch_size).values():
+            assert set(result.accepted_per_round[:-1]) <= {1, 5}
+
+
+def test_features_of_rounds_that_did_not_draft_reach_the_head(twelve: Target) -> None:
+    """An EAGLE head behind by some rounds drafts what one that followed every round drafts."""
+    head = random_head("eagle3", twelve)
+    trees: dict[str, list[Any]] = {}
+    for name, economy in (("all", None), ("some", Script("ppd"))):
+        seen: list[Any] = []
+        request = Request(encode("The cat"), Settings(max_new_tokens=40, eos_ids=()))
+        list(
+            generate(
+                twelve,
+                [request],
+                head=head,
+                policy=DynamicTree(2, 2, 5),
+                economy=economy,
+                observe=lambda tree, paths, seen=seen: seen.append((tree, paths)),  # type: ignore[misc]
+            )
+        )
+        trees[name] = seen
+    assert any(tree.token_BN.shape[1] == 1 for tree, _ in trees["some"])
+
+    def drafts(seen: list[Any]) -> dict[int, list[int]]:
+        """Return the tree of each position at which one was drafted."""
+        found, at = {}, 0
+        for tree, paths in seen:
+            if tree.token_BN.shape[1] > 1:
+                found[at] = sorted(tree.token_BN[0].tolist())
+            at += len(paths[0])
+        return found
+
+    every, some = drafts(trees["all"]), drafts(trees["some"])
+    both = set(every) & set(some)
+    assert len(both) > 3
+    assert {at: every[at] for at in both} == {at: some[at] for at in both}
+
+
+def test_a_head_that_is_never_right_is_turned_off(twelve: Target) -> None:
+    """Timed for real: a wide tree of a random head on a tiny model costs more than it gives."""
+
+    class Slow(Economy):
+        def count(self, rows: int, drafted: bool, tokens: Any, seconds: float) -> None:
+            super().count(rows, drafted, tokens, 2.0 if drafted else 1.0)
+
+    economy = Slow()
+    torch.manual_seed(0)
+    drafter = as_drafter(random_head("medusa", twelve), DynamicTree(2, 4, 12))
+    assert drafter is not None
+    requests = [Request(encode("abc"), Settings(max_new_tokens=150, eos_ids=()))]
+    (result,) = generate(twelve, requests, head=drafter, economy=economy)
+    assert result.token_ids == hf_greedy(twelve.model, encode("abc"), 150)
+    assert economy.drafted < 30 < economy.plain
