@@ -83,7 +83,7 @@ def bench(
         raise HeadwayError("no prompts to measure; give at least one")
     policies = _policies(heads)
     tallies = {TRANSFORMERS: _Tally(TRANSFORMERS), PLAIN: _Tally(PLAIN)}
-    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target), PLAIN: _headway_run(target, tallies[PLAIN].times)}
+    runs: dict[str, Run] = {TRANSFORMERS: transformers_run(target), PLAIN: _headway_run(target, tallies[PLAIN].times)}
     for name, (head, _) in heads.items():
         tallies[name] = _Tally(name, tree=policies[name].describe())
         runs[name] = _headway_run(target, tallies[name].times, head, policies[name])
@@ -180,7 +180,7 @@ def throughput(
         raise HeadwayError("no prompts to measure; give at least one")
     numbered = sorted(enumerate(prompts), key=lambda pair: len(pair[1][2]))
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
-    run = _transformers_run(target)
+    run = transformers_run(target)
     requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in enumerate(prompts)]
     short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
     run(groups[0], short)
@@ -408,7 +408,9 @@ class _Arrivals:
         """Nothing is left to do."""
 
 
-def _transformers_run(target: Target) -> Run:
+def transformers_run(target: Target) -> Run:
+    """Return what answers a group with `target.model.generate`, left-padded to the longest prompt."""
+
     def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
         prompts = [ids for _, (_, _, ids) in group]
         size = max(map(len, prompts))
