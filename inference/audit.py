@@ -6,9 +6,9 @@ distribution   tokens drawn through the head's trees, over many keys, against th
 
 Where two answers part, the target's scores are recomputed there, by one stock pass over what they share. What arithmetic
 alone moves is measured on the target without Headway: how far the gaps between its best logits differ when one text is read
-in one pass, in passes of one token and in passes as wide as the tree. A token whose score is below the best by no more than
-twice the greatest such difference is a near-tie: either choice is a greedy path of this model, and it is listed. One that is
-further below, or an answer that ends early, is a failure.
+in one pass, in passes of one token and in passes as wide as the tree. A token that scores below the best by no more than
+twice the greatest such difference, or than the dtype's step at the greatest logit, is a near-tie: either choice is a greedy
+path of this model, and it is listed. One that scores less, or an answer that ends early, is a failure.
 
 Letters: T tokens of an answer, V vocabulary, K best tokens.
 """
@@ -27,7 +27,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.bench import FORMAT, Prompt, environment, transformers_run
 from headway.inference.chi_square import FEWEST, Cell, p_value, wrong_cells
-from headway.inference.generate import Request, branches, default_policy, generate, plain
+from headway.inference.generate import Request, Result, branches, default_policy, generate, plain
 from headway.inference.sampling import Settings, gumbel, process_rows
 from headway.inference.target import Target
 from headway.inference.tree import DynamicTree, Policy, check_policy
@@ -51,9 +51,11 @@ FOLLOWED = 2
 """First tokens, the commonest ones, after which the second is tested as well."""
 LEVEL = 1e-4
 """A right sampler is called wrong in one audit of 1 / LEVEL."""
-CONTROL = 1.25
+CONTROL = 1.5
 """The negative control samples at so many times the temperature."""
 
+ENOUGH = 8
+"""Bins of a context: with more of them a test tells more tokens apart, and sees each difference less well."""
 SHOWN = 12
 """Divergences on the page; the report has them all."""
 
@@ -104,11 +106,13 @@ def audit(
     answers, found = run.identity(greedy)
     parted = {d["prompt"] for d in found["divergences"]}
     read = sorted({*range(len(prompts))[:MEASURED], *parted})
-    noise = max(measure_noise(target, prompts[n][2], answers[n], run.width) for n in read)
+    measured = [measure_noise(target, prompts[n][2], answers[n], run.width) for n in read]
+    noise, rounding = (max(values) for values in zip(*measured, strict=True))
+    allowed = max(ALLOWED * noise, rounding)
     sampled = replace(greedy, temperature=temperature)
     checks = [
-        _judge(found, ALLOWED * noise),
-        _judge(run.seeded(sampled), ALLOWED * noise / temperature),
+        _judge(found, allowed),
+        _judge(run.seeded(sampled), allowed / temperature),
         run.distribution(replace(sampled, max_new_tokens=2, eos_ids=()), answers, draws),
     ]
     return {
@@ -132,7 +136,8 @@ def audit(
             "what": f"gaps of the {BEST} best logits, one stock pass against stock passes of 1 and {run.width} tokens",
             "tokens": sum(len(answers[n]) for n in read),
             "noise": noise,
-            "allowed": ALLOWED * noise,
+            "rounding": rounding,
+            "allowed": allowed,
         },
         "exact": all(check["verdict"] != FAIL for check in checks),
         "checks": checks,
@@ -199,7 +204,7 @@ class _Run:
                 on_tokens=lambda request, tokens: self.on_progress(0, len(tokens)),
             )
         )
-        return sum(sum(r.accepted_per_round) - r.rounds for r in results), {r.id: r.token_ids for r in results}
+        return _accepted(results), {r.id: r.token_ids for r in results}
 
     def _compared(
         self, name: str, what: str, answers: list[list[int]], accepted: int, divergences: list[dict[str, Any]]
@@ -259,10 +264,15 @@ class _Run:
         """Return the check, with its verdict, that what is drawn through the head's trees follows the target's law."""
         places = []
         for number, (_, _, ids) in enumerate(self.prompts[:SEARCHED]):
-            bins, size = _most_to_test(self.target, ids, answers[number], settings, draws)
-            places.append((bins, number, (ids + answers[number])[:size]))
-        places.sort(key=lambda place: -place[0])
-        cells = [cell for _, number, ids in places[:CONTEXTS] for cell in self._draw(number, ids, settings, draws)]
+            value, size = _most_to_test(self.target, ids, answers[number], settings, draws)
+            places.append((value, number, (ids + answers[number])[:size]))
+        places = sorted((place for place in places if place[2]), reverse=True)
+        cells: list[Cell] = []
+        accepted = 0
+        for _, number, ids in places[:CONTEXTS]:
+            drafted, found = self._draw(number, ids, settings, draws)
+            accepted += drafted
+            cells += [cell for cell in found if cell.statistic[1]]  # a single bin holds everything, whatever was drawn
         control = wrong_cells(cells, CONTROL, settings.seed)
         p, control_p = p_value(cells), p_value(control)
         verdict = FAIL if p < LEVEL else UNDECIDED if control_p >= LEVEL else PASS
@@ -270,6 +280,7 @@ class _Run:
             "name": "distribution",
             "what": f"temperature {settings.temperature:g}: tokens drawn through the trees follow the target's distribution",
             "tokens": sum(cell.draws for cell in cells),
+            "accepted": accepted,
             "p": p,
             "level": LEVEL,
             "control": {
@@ -281,17 +292,20 @@ class _Run:
             "verdict": verdict,
         }
 
-    def _draw(self, number: int, ids: list[int], settings: Settings, draws: int) -> list[Cell]:
-        """Return the cells of one context: the first token drawn, and the second after each of the commonest first ones."""
-        drawn: list[list[int]] = []
+    def _draw(self, number: int, ids: list[int], settings: Settings, draws: int) -> tuple[int, list[Cell]]:
+        """Return how many drafted tokens were accepted, and the cells of one context.
+
+        They are the first token drawn, and the second after each of the commonest first ones.
+        """
+        results: list[Result] = []
         for begin in range(0, draws, ROWS):
             keys = list(range(begin, min(begin + ROWS, draws)))
-            # Both what names the noise, key and seed, is varied.
-            part = branches(
-                self.target, ids, replace(settings, seed=settings.seed + begin), keys, self.head, self.policy
-            )
-            drawn += part
-            self.on_progress(1, sum(map(len, part)))
+            # Both that name the noise are varied, key and seed.
+            seeded = replace(settings, seed=settings.seed + begin)
+            part = branches(self.target, ids, seeded, keys, self.head, self.policy)
+            results += part
+            self.on_progress(1, sum(r.new_tokens for r in part))
+        drawn = [r.token_ids for r in results]
         name = str(self.prompts[number][0])
         first = Counter(tokens[0] for tokens in drawn)
         cells = [Cell(name, (), self._law(ids, settings), first)]
@@ -299,13 +313,18 @@ class _Run:
             second = Counter(tokens[1] for tokens in drawn if tokens[0] == token and len(tokens) > 1)
             if second.total() >= FEWEST:
                 cells.append(Cell(name, (token,), self._law([*ids, token], settings), second))
-        return cells
+        return _accepted(results), cells
 
     @torch.inference_mode()
     def _law(self, ids: list[int], settings: Settings) -> Tensor:
         """Return the target's distribution after `ids`, [V] on the CPU, by one stock pass."""
         logits_1V, _ = self.target.own_step(torch.tensor([ids], device=self.target.device))
         return process_rows(logits_1V, settings)[0].double().softmax(-1).cpu()
+
+
+def _accepted(results: Sequence[Result]) -> int:
+    """Return how many drafted tokens the answers hold."""
+    return sum(sum(r.accepted_per_round) - r.rounds for r in results)
 
 
 def _described(cell: Cell, wrong: Cell) -> dict[str, Any]:
@@ -351,8 +370,9 @@ def _pass_logits(target: Target, ids: list[int], size: int, width: int) -> Tenso
 
 
 @torch.inference_mode()
-def measure_noise(target: Target, prompt_ids: list[int], answer: list[int], width: int) -> float:
-    """Return by how much a gap between the best logits differs, at most, between passes of unlike width over one answer."""
+def measure_noise(target: Target, prompt_ids: list[int], answer: list[int], width: int) -> tuple[float, float]:
+    """Return by how much a gap between the best logits differs, at most, between passes of unlike width over one answer,
+    and the step of the dtype (epsilon) at the greatest logit."""
     ids, size = prompt_ids + answer, len(prompt_ids)
     whole_TV = _pass_logits(target, ids, size, 0)
     assert whole_TV is not None
@@ -365,21 +385,36 @@ def measure_noise(target: Target, prompt_ids: list[int], answer: list[int], widt
     gap_TK = [
         gaps(t) for w in (0, 1, width) if (t := whole_TV if w == 0 else _pass_logits(target, ids, size, w)) is not None
     ]
-    return max(float((a - b).abs().max()) for a in gap_TK for b in gap_TK)
+    step = torch.finfo(target.dtype).eps * float(whole_TV.abs().max())
+    return max(float((a - b).abs().max()) for a in gap_TK for b in gap_TK), step
 
 
 @torch.inference_mode()
 def _most_to_test(
     target: Target, prompt_ids: list[int], answer: list[int], settings: Settings, draws: int
-) -> tuple[int, int]:
-    """Return (bins, tokens of the context) at the place of an answer where the law of the next token has most bins."""
-    first = max(len(prompt_ids), 2)
+) -> tuple[tuple[int, float], int]:
+    """Return how much there is to test, and the tokens of the context, at the best place of an answer.
+
+    The law of the next token should have some bins there, and of places that have, the negative control should stand out.
+    """
     logits_TV = _pass_logits(target, prompt_ids + answer, len(prompt_ids), 0)
     assert logits_TV is not None
-    bins_T = (process_rows(logits_TV, settings).softmax(-1) * draws >= FEWEST).sum(-1)
-    bins_T[: first - len(prompt_ids)] = -1
-    best = int(bins_T.argmax())
-    return int(bins_T[best]), len(prompt_ids) + best
+    law_TV = process_rows(logits_TV, settings).softmax(-1)
+    wrong_TV = (process_rows(logits_TV, settings) / CONTROL).softmax(-1)
+    own_TV = law_TV * draws >= FEWEST
+    bins_T = own_TV.sum(-1) + 1
+    rest_T, wrong_rest_T = ((t * ~own_TV).sum(-1) for t in (law_TV, wrong_TV))
+    off_T = ((law_TV - wrong_TV) ** 2 / law_TV * own_TV).nan_to_num().sum(-1)
+    off_T = draws * (off_T + (rest_T - wrong_rest_T) ** 2 / rest_T.clamp(min=FEWEST / draws))
+    strength_T = off_T / (2 * bins_T) ** 0.5
+    found = [
+        ((min(bins, ENOUGH), strength), size)
+        for bins, strength, size in zip(
+            bins_T.tolist(), strength_T.tolist(), range(len(prompt_ids), 1 << 30), strict=False
+        )
+        if size > 1  # the root, and something before it
+    ]
+    return max(found, default=((0, 0.0), 0))
 
 
 def print_report(report: dict[str, Any], console: Any = None) -> None:
@@ -418,9 +453,10 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
 def _found(check: dict[str, Any]) -> str:
     """Return what a check found, in a few words."""
     if check["name"] == "distribution":
-        control = check["control"]
-        said = "rejected" if control["rejected"] else "not rejected"
-        return f"p {check['p']:.2g} in {len(check['cells'])} contexts; control ({control['what']}) {said}, p {control['p']:.1g}"
+        said = "rejected" if check["control"]["rejected"] else "not rejected"
+        contexts = f"p {check['p']:.2g} in {len(check['cells'])} contexts"
+        control = f"control ({check['control']['what']}) {said}, p {check['control']['p']:.1g}"
+        return f"{contexts}; {control}; {check['accepted']} drafted tokens accepted"
     near = f", {check['near_ties']} near-ties" if check["near_ties"] else ""
     return f"{check['identical']} of {check['answers']} identical{near}; {check['accepted']} drafted tokens accepted"
 

@@ -32,15 +32,22 @@ class Cell:
         return sum(self.counts.values())
 
     @property
-    def bins(self) -> list[tuple[int, float]]:
-        """Pairs of the count seen and expected: one for each token expected FEWEST times, and one for all the others.
+    def rest(self) -> tuple[int, float]:
+        """How many of the tokens that are expected less than FEWEST times were seen, and how many are expected."""
+        expected_V = self.law_V.double() * self.draws
+        rare_V = expected_V < FEWEST
+        return sum(n for token, n in self.counts.items() if rare_V[token]), float(expected_V[rare_V].sum())
 
-        Where the others are expected less often than that, they are counted with the rarest token that has a bin.
+    @property
+    def bins(self) -> list[tuple[int, float]]:
+        """Pairs of the count seen and expected: one for each token expected FEWEST times, and one for the rest.
+
+        Where the rest is expected less often than that, it is counted with the rarest token that has a bin.
         """
         expected_V = self.law_V.double() * self.draws
         own = (expected_V >= FEWEST).nonzero()[:, 0].tolist()
         bins = sorted(((self.counts[t], float(expected_V[t])) for t in own), key=lambda bin: -bin[1])
-        seen, want = self.draws - sum(s for s, _ in bins), self.draws - sum(w for _, w in bins)
+        seen, want = self.rest
         if bins and want < FEWEST:
             last = bins.pop()
             seen, want = seen + last[0], want + last[1]
@@ -54,8 +61,16 @@ class Cell:
 
     @property
     def p(self) -> float:
-        """The chance that the law itself gives counts so far from what it expects."""
-        return _tail(*self.statistic)
+        """The chance that the law itself gives counts so far from what it expects.
+
+        A rest too rare for a bin of its own is asked about by itself: too many of it are not to be hidden in another bin.
+        """
+        seen, want = self.rest
+        if want >= FEWEST or seen == 0:
+            return _tail(*self.statistic)
+        half = torch.tensor([float(seen), max(want, 1e-12)], dtype=torch.float64)
+        stray = float(torch.special.gammainc(half[0], half[1]))  # P(Poisson(want) >= seen)
+        return min(1.0, 2 * _tail(*self.statistic), 2 * stray)
 
 
 def _tail(statistic: float, freedom: int) -> float:
@@ -68,11 +83,11 @@ def _tail(statistic: float, freedom: int) -> float:
 
 def p_value(cells: Sequence[Cell]) -> float:
     """Return the p-value of all cells, of two questions: is one of them off, and are they off together? (Bonferroni)"""
-    tested = [cell for cell in cells if cell.statistic[1]]
-    if not tested:
+    if not cells:
         return 1.0
-    together = _tail(sum(cell.statistic[0] for cell in tested), sum(cell.statistic[1] for cell in tested))
-    return min(1.0, 2 * together, 2 * len(tested) * min(cell.p for cell in tested))
+    statistics = [cell.statistic for cell in cells]
+    together = _tail(sum(statistic for statistic, _ in statistics), sum(freedom for _, freedom in statistics))
+    return min(1.0, 2 * together, 2 * len(cells) * min(cell.p for cell in cells))
 
 
 def wrong_cells(cells: Sequence[Cell], factor: float, seed: int) -> list[Cell]:

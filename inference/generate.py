@@ -159,14 +159,15 @@ def generate(
 @torch.inference_mode()
 def branches(
     target: Target, prompt_ids: list[int], settings: Settings, keys: Sequence[int], head: Head, policy: Policy
-) -> list[list[int]]:
-    """Return the new tokens of one prompt under each key, as `generate` would; the prompt is read once for all of them.
+) -> list[Result]:
+    """Return the answers to one prompt under each key, as `generate` would; the prompt is read once for all of them.
 
-    Every token is drawn in a round, the first one too: the last token of the prompt, of two at least, is the root.
+    Every token is drawn in a round, the first one too: the last token of the prompt, of two at least, is the root. Each
+    result's `id` is its place in `keys`.
     """
     assert len(prompt_ids) > 1, "the root and something before it"
     if target.mode == "plain":
-        return [plain(target, prompt_ids, settings, key) for key in keys]
+        return list(_plain_rows(target, [Request(prompt_ids, settings, n, key) for n, key in enumerate(keys)], None))
     if target.mode == "chain" and not policy.is_chain:
         policy = chain(policy.depth)
     before, root = prompt_ids[:-1], prompt_ids[-1]
@@ -189,9 +190,9 @@ def branches(
     for row in batch.rows:
         row.emit([root])
         row.finish_reason = ""  # an end id in the prompt ends nothing
-    answers: dict[int, list[int]] = {}
+    answers: dict[int, Result] = {}
     while batch.rows:
-        answers |= {result.id: result.token_ids[1:] for result in batch.round()}
+        answers |= {result.id: replace(result, token_ids=result.token_ids[1:]) for result in batch.round()}
     return [answers[n] for n in range(len(keys))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_near_ties_are_listed_and_are_no_failure(monkeypatch: pytest.MonkeyPatch
 def test_half_precision_is_judged_by_its_own_arithmetic() -> None:
     model = tiny.build(4, num_hidden_layers=4).to(torch.bfloat16)
     report = run(tiny.target(model), max_new_tokens=32)
-    assert report["arithmetic"]["noise"] > 1e-3
+    assert report["arithmetic"]["allowed"] > 1e-3
     assert report["checks"][0]["verdict"] in ("pass", "near-ties")
 
 
@@ -186,8 +187,9 @@ def test_branches_are_what_plain_decoding_draws(target: Target) -> None:
     ids = encode("Hello wo")
     for family in ("medusa", "eagle3"):
         got = branches(target, ids, settings, [3, 1, 8, 20, 21], random_head(family, target), POLICIES["dynamic"])
-        assert got == [plain(target, ids, settings, key) for key in (3, 1, 8, 20, 21)]
-        assert len({tuple(tokens) for tokens in got}) > 1
+        assert [r.token_ids for r in got] == [plain(target, ids, settings, key) for key in (3, 1, 8, 20, 21)]
+        assert len({tuple(r.token_ids) for r in got}) > 1
+        assert all(sum(r.accepted_per_round) == 5 for r in got)
 
 
 def draw(law_V: Tensor, draws: int, seed: int) -> Cell:
@@ -204,16 +206,20 @@ def test_p_values_of_the_law_itself_are_spread_evenly() -> None:
 
 
 def test_the_statistic_by_hand() -> None:
-    cell = Cell("x", (), torch.tensor([0.5, 0.3, 0.15, 0.03, 0.02]), Counter({0: 60, 1: 20, 2: 15, 3: 5}))
+    cell = Cell(
+        "x", (), torch.tensor([0.5, 0.3, 0.14, 0.04, 0.02], dtype=torch.float64), Counter({0: 60, 1: 20, 2: 15, 3: 5})
+    )
     assert cell.bins == [
         (60, pytest.approx(50)),
         (20, pytest.approx(30)),
-        (15, pytest.approx(15)),
-        (5, pytest.approx(5)),
+        (15, pytest.approx(14)),
+        (5, pytest.approx(6)),
     ]
     statistic, freedom = cell.statistic
-    assert (statistic, freedom) == (pytest.approx(100 / 50 + 100 / 30), 3)
-    assert cell.p == pytest.approx(0.14895, abs=1e-4)
+    assert (statistic, freedom) == (pytest.approx(100 / 50 + 100 / 30 + 1 / 14 + 1 / 6), 3)
+    # The tail for three degrees of freedom, in closed form.
+    x = statistic / 2
+    assert cell.p == pytest.approx(math.erfc(x**0.5) + 2 * (x / math.pi) ** 0.5 * math.exp(-x))
 
 
 def test_tokens_that_the_law_excludes_are_counted() -> None:
@@ -225,7 +231,7 @@ def test_tokens_that_the_law_excludes_are_counted() -> None:
 def test_the_wrong_sampler_is_rejected() -> None:
     law_V = torch.softmax(torch.linspace(0, -6, 60), 0)
     cells = [draw(law_V, 500, seed) for seed in range(3)]
-    assert p_value(cells) >= LEVEL > p_value(wrong_cells(cells, 1.25, 0))
+    assert p_value(cells) >= LEVEL > p_value(wrong_cells(cells, 1.5, 0))
     assert p_value(wrong_cells(cells, 1.0, 0)) >= LEVEL
 
 
