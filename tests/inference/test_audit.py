@@ -72,6 +72,31 @@ def test_a_right_head_passes(target: Target, family: str) -> None:
     json.dumps(report)
 
 
+def test_the_second_token_is_tested_after_the_commonest_first_ones(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution = run(target, temperature=0.4)["checks"][2]
+    after = [cell for cell in distribution["cells"] if cell["after"]]
+    assert distribution["verdict"] == "pass"
+    assert len(after) >= 2
+    assert all(cell["bins"] > 1 and cell["p"] > LEVEL for cell in after)
+    assert distribution["accepted"] > 0
+    right = decoding.walk_exact_rows
+
+    def takes_drafts(token_BN: Any, parents: Any, logits_BNV: Tensor, settings: Any, keys: Any, lengths: Any) -> Any:
+        walks = right(token_BN, parents, logits_BNV, settings, keys, lengths)
+        for b, (path, emitted) in enumerate(walks):
+            child = next((n for n, p in enumerate(parents[b]) if p == path[-1] and len(path) > 1), None)
+            if child is not None:
+                walks[b] = [*path, child], [*emitted[:-1], token_BN[b][child], emitted[-1]]
+        return walks
+
+    monkeypatch.setattr(decoding, "walk_exact_rows", takes_drafts)
+    distribution = run(target, temperature=0.4)["checks"][2]
+    assert distribution["verdict"] == "fail"
+    assert all(cell["p"] > LEVEL for cell in distribution["cells"] if not cell["after"]), "the first token is right"
+
+
 def emit_another(place: int) -> Callable[..., Any]:
     """Return a walk that is right but for the token it emits at one place of its run."""
     right = decoding.walk_greedy
