@@ -67,6 +67,7 @@ def test_a_right_head_passes(target: Target, family: str) -> None:
         len(plain(target, ids, Settings(max_new_tokens=12), n)) for n, (_, _, ids) in enumerate(ASKED)
     )
     assert distribution["p"] >= LEVEL > distribution["control"]["p"]
+    assert distribution["control"]["what"] == "drawn at 1.5 times the temperature"
     assert 0 < report["arithmetic"]["noise"] < 1e-3
     assert sum(items) == steps(3, 256)
     json.dumps(report)
@@ -76,6 +77,7 @@ def test_the_second_token_is_tested_after_the_commonest_first_ones(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     distribution = run(target, temperature=0.4)["checks"][2]
+    assert distribution["control"]["what"] == "drawn at 1.2 times the temperature"
     after = [cell for cell in distribution["cells"] if cell["after"]]
     assert distribution["verdict"] == "pass"
     assert len(after) >= 2
@@ -193,7 +195,7 @@ def test_near_ties_are_listed_and_are_no_failure(monkeypatch: pytest.MonkeyPatch
 
 def test_half_precision_is_judged_by_its_own_arithmetic() -> None:
     model = tiny.build(4, num_hidden_layers=4).to(torch.bfloat16)
-    report = run(tiny.target(model), max_new_tokens=32)
+    report = run(tiny.target(model), max_new_tokens=16, draws=32)
     assert report["arithmetic"]["allowed"] > 1e-3
     assert report["checks"][0]["verdict"] in ("pass", "near-ties")
 
@@ -203,7 +205,7 @@ def test_too_few_draws_are_undecided(target: Target) -> None:
     assert verdicts(report)["distribution"] == "undecided"
     assert report["exact"] is True
     console = Console(width=150, record=True, quiet=False)
-    print_report({**report, "head": "h"}, console)
+    print_report(report, console)
     assert "raise --draws" in console.export_text()
 
 
