@@ -744,6 +744,77 @@ def tune_command(
         _show_tuning(report)
 
 
+@command("audit")
+def audit_command(
+    target: TargetOption,
+    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
+    prompts: PromptsOption,
+    limit: Annotated[int, typer.Option(min=1, help="Use the first N rows of each prompts file.")] = 4,
+    max_new_tokens: NewTokensOption = 48,
+    batch: BatchOption = 1,
+    draws: Annotated[int, typer.Option(min=1, help="Tokens drawn in each context whose distribution is tested.")] = 512,
+    tree: TreeOption = None,
+    temperature: Annotated[
+        float, typer.Option(help="Of the sampled answers; greedy ones are checked all the same.")
+    ] = 1,
+    seed: SeedOption = 0,
+    out: Annotated[Path | None, typer.Option(help="JSON report to write.")] = None,
+    chat_template: TemplateOption = None,
+    other_target: OtherOption = False,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a head leaves the target's answers as they are: greedy, seeded, in distribution; exit code 1 if not."""
+    from headway import inputs
+    from headway.data.chat import use_template
+    from headway.data.progress import Progress
+    from headway.heads.common.checkpoint import load_head
+    from headway.inference.audit import audit, check_asked, print_report, steps
+    from headway.inference.bench import save_report
+    from headway.inference.sampling import Settings
+    from headway.inference.target import load_info, load_tokenizer
+
+    inputs.quiet()
+    dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
+    Settings(max_new_tokens=max_new_tokens, temperature=temperature)
+    check_asked(policy, temperature)
+    source = inputs.head_source(head)
+    if out is not None:
+        inputs.check_file(out)
+    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    use_template(tokenizer, chat_template)
+    inputs.check_head(source, info)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
+    progress = Progress("audit: steps", steps(len(chosen), draws))
+    report = audit(
+        loaded,
+        load_head(source, loaded, other_target=other_target),
+        policy if policy is not None else inputs.saved_tree(source, loaded),
+        chosen,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        batch_size=batch,
+        draws=draws,
+        seed=seed,
+        command=shlex.join(["headway", *sys.argv[1:]]),
+        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+    )
+    report["head"], report["prompts"]["files"] = source, prompts
+    progress.close(f"audit: {len(chosen)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        print_report(report)
+    if out is not None:
+        save_report(report, out)
+        print(f"headway: wrote {out}", file=sys.stderr)
+    if not report["exact"]:
+        raise typer.Exit(1)
+
+
 def _show_tuning(report: dict[str, Any]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console

@@ -222,11 +222,11 @@ def _methods(
 ) -> tuple[dict[str, Run], dict[str, Times], dict[str, _Tally]]:
     """Return what answers by each method, its clock and its tally."""
     clocks: dict[str, Times] = defaultdict(Times)
-    runs: dict[str, Run] = {TRANSFORMERS: _transformers_run(target)}
+    runs: dict[str, Run] = {TRANSFORMERS: transformers_run(target)}
     if lookup:
-        runs[LOOKUP] = _transformers_run(target, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+        runs[LOOKUP] = transformers_run(target, prompt_lookup_num_tokens=LOOKUP_TOKENS)
     if assistant is not None:
-        runs[ASSISTED] = _transformers_run(target, assistant_model=assistant.model)
+        runs[ASSISTED] = transformers_run(target, assistant_model=assistant.model)
     runs[PLAIN] = _headway_run(target, clocks[PLAIN])
     tallies = {name: _Tally(name) for name in runs}
     for name, drafter in _drafters(heads, target).items():
@@ -274,7 +274,7 @@ def throughput(
     """
     numbered = sorted(_numbered(prompts), key=lambda pair: len(pair[1][2]))
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
-    run = _transformers_run(target)
+    run = transformers_run(target)
     requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in enumerate(prompts)]
     short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
     run(groups[0], short)
@@ -521,7 +521,9 @@ class _Arrivals:
         """Nothing is left to do."""
 
 
-def _transformers_run(target: Target, **extra: Any) -> Run:
+def transformers_run(target: Target, **extra: Any) -> Run:
+    """Return what answers a group with `target.model.generate`, left-padded to the longest prompt; `extra` goes there too."""
+
     def run(group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[Answer]:
         prompts = [ids for _, (_, _, ids) in group]
         size = max(map(len, prompts))

@@ -13,6 +13,7 @@ A round, for every row at once:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
@@ -168,6 +169,45 @@ def generate(
                 return
             continue
         yield from batch.round()
+
+
+@torch.inference_mode()
+def branches(
+    target: Target, prompt_ids: list[int], settings: Settings, keys: Sequence[int], drafter: Drafter
+) -> list[Result]:
+    """Return the answers to one prompt under each key, as `generate` would; the prompt is read once for all of them.
+
+    Every token is drawn in a round, the first one too: the last token of the prompt, of two at least, is the root. Each
+    result's `id` is its place in `keys`.
+    """
+    assert len(prompt_ids) > 1, "the root and something before it"
+    if target.mode == "plain":
+        return list(_plain_rows(target, [Request(prompt_ids, settings, n, key) for n, key in enumerate(keys)], None))
+    drafter = drafter.fit(target)
+    before, root = prompt_ids[:-1], prompt_ids[-1]
+
+    def only_root(ids: Tensor, score_1V: Tensor) -> Tensor:
+        return torch.full_like(score_1V, -torch.inf).index_fill(1, torch.tensor([root], device=score_1V.device), 0.0)
+
+    longer = replace(settings, max_new_tokens=settings.max_new_tokens + 1)
+    batch = _Batch(target, drafter, None, None, None, ())
+    list(batch.admit([Request(before, replace(longer, eos_ids=(), stop=(), processors=(only_root,)))]))
+    assert batch.cache is not None, "the context has room for a token"
+    wide = target.new_cache(len(keys), capacity=batch.cache.slots.capacity)
+    wide.slots.append_rows(batch.cache.slots, [0] * len(keys))
+    batch.cache, copies = wide, 1
+    while copies < len(keys):
+        batch.state = drafter.join_rows(batch.state, deepcopy(batch.state))
+        copies *= 2
+    batch.state = drafter.select_rows(batch.state, list(range(len(keys))))
+    batch.rows = [_Row(Request(before, longer, id=n, key=key), target) for n, key in enumerate(keys)]
+    for row in batch.rows:
+        row.emit([root])
+        row.finish_reason = ""  # an end id in the prompt ends nothing
+    answers: dict[int, Result] = {}
+    while batch.rows:
+        answers |= {result.id: replace(result, token_ids=result.token_ids[1:]) for result in batch.round()}
+    return [answers[n] for n in range(len(keys))]
 
 
 MOST_BEHIND = 256
