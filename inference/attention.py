@@ -35,11 +35,11 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return attention output [B, T, H, d] as transformers expects of an attention function.
 
-    `attention_mask` is additive, [B, 1, T, S].
+    `attention_mask` is additive, [B, 1, T, S]; a model that makes one of its own for each head goes to sdpa.
     """
     B, H, T, d = query.shape
     K = key.shape[1]
-    if T > LONGEST_QUERY:
+    if T > LONGEST_QUERY or (attention_mask is not None and attention_mask.shape[1] != 1):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -49,8 +49,9 @@ def grouped_attention(
         mask = mask.repeat(1, 1, G, 1)  # query row g * T + t of a key head is query t of its g-th head
     grouped = query.reshape(B, K, G * T, d)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    # Not a view: some kernels return the axes of heads and queries swapped in memory.
-    return out.reshape(B, H, T, -1).transpose(1, 2), None
+    # Not a view: some kernels return the axes of heads and queries swapped in memory. Contiguous, as stock functions have
+    # it, for models that view it.
+    return out.reshape(B, H, T, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -61,7 +61,10 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.text_config = model.config.get_text_config()
-        self.decoder, self.layers = _find_layers(model.get_decoder(), self.text_config.num_hidden_layers)
+        # Some name their LM head `decoder`, and it is what they hand out as one.
+        self.decoder, self.layers = _find_layers(
+            (model.get_decoder(), model.base_model), self.text_config.num_hidden_layers
+        )
         self.info = TargetInfo(
             name=name,
             revision=revision,
@@ -436,13 +439,17 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return name, {}
 
 
-def _find_layers(decoder: nn.Module, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
-    """Return the module that runs the decoder layers, and the layers; an empty list where there is no such list."""
-    for owner in (decoder, *decoder.children()):
-        for child in owner.children():
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-                return owner, child
-    return decoder, nn.ModuleList()
+def _find_layers(decoders: tuple[nn.Module, ...], num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """Return the module that runs the decoder layers, and the layers; the first and an empty list where none has such a list.
+
+    `decoders` are the modules they may be in, likeliest first.
+    """
+    for decoder in decoders:
+        for owner in (decoder, *decoder.children()):
+            for child in owner.children():
+                if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                    return owner, child
+    return decoders[0], nn.ModuleList()
 
 
 def _plain_config(config: Any) -> dict[str, Any]:
