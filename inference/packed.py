@@ -68,6 +68,8 @@ def pack(module: nn.Module) -> Packed:
 
 def _reason(linears: list[nn.Linear], size: int) -> str:
     """Return why these layers are not packed, or nothing where they can be."""
+    if any(type(m.weight.data) is not Tensor for m in linears):
+        return "weights are quantised"
     dtypes = {m.weight.dtype for m in linears}
     if len(dtypes) != 1 or not dtypes <= set(TOLERANCE) or any(m.weight.device.type != "cpu" for m in linears):
         return "packing is for layers of one dtype, float32 or bfloat16, on a CPU"

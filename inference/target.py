@@ -155,7 +155,7 @@ class Target:
         """A digest of a few numbers of every weight, the same in whatever dtype the model was loaded."""
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
-            few = weight.detach().flatten()[:8].to("cpu", torch.bfloat16)
+            few = _dense(weight).detach().flatten()[:8].to("cpu", torch.bfloat16)
             digest.update(f"{name} {tuple(weight.shape)} {few.tolist()}".encode())
         return digest.hexdigest()[:16]
 
@@ -240,16 +240,16 @@ class Target:
                     value = out(last) * scale
             else:
                 at = slice(None) if rows is None else rows
-                bias = getattr(out, "bias", None)
-                value = nn.functional.linear(last, out.weight[at], None if bias is None else bias[at]) * scale
+                bias, weight = getattr(out, "bias", None), _dense(out.weight)
+                value = nn.functional.linear(last, weight[at], None if bias is None else bias[at]) * scale
             return torch.tanh(value / softcap) * softcap if softcap else value
 
         return Frozen(
             info=self.info,
             embed=embed,
             logits=logits,
-            lm_head_weight=lambda: out.weight,
-            layer_weights=lambda i: dict(self.layers[i].state_dict()) if self.layers else {},
+            lm_head_weight=lambda: _dense(out.weight),
+            layer_weights=lambda i: _dense_weights(self.layers[i]) if self.layers else {},
             final_norm=lambda: getattr(getattr(self.decoder, "norm", None), "weight", None),
         )
 
@@ -437,6 +437,18 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     if name.count("/") > 1 or name.startswith((".", "~", "/")):
         raise HeadwayError(f"no folder {name!r}; give an existing model folder, a .gguf file or a hub id (owner/name)")
     return name, {}
+
+
+def _dense(weight: Tensor) -> Tensor:
+    """Return a weight as plain numbers; a quantised one that can say what it stands for (torchao's) is dequantised."""
+    plain = type(weight.data) is Tensor or not hasattr(weight, "dequantize")
+    return weight if plain else weight.detach().dequantize()  # type: ignore[no-untyped-call]
+
+
+def _dense_weights(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of a layer by name, without those whose numbers are codes (bitsandbytes')."""
+    dense = {name: _dense(weight) for name, weight in layer.named_parameters()}
+    return {name: weight for name, weight in dense.items() if weight.is_floating_point()}
 
 
 def _find_layers(decoders: tuple[nn.Module, ...], num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
