@@ -158,7 +158,7 @@ def bench(
         },
         "errors": errors,
         "rows": [tally.row(tallies, settings) for tally in tallies.values()],
-        "rounds": [tally.round() for tally in tallies.values() if tally.times.rounds],
+        "rounds": [tally.round(tallies[PLAIN]) for tally in tallies.values() if tally.times.rounds],
         "answers": [entry for tally in tallies.values() for entry in tally.entries],
     }
 
@@ -455,15 +455,22 @@ class _Tally:
     def _differs(self, number: int, other: _Tally) -> bool:
         return self.answers[number].token_ids != other.answers[number].token_ids
 
-    def round(self) -> dict[str, Any]:
-        """Return where the time of a round went."""
-        times = self.times
-        total = times.draft + times.verify + times.other
+    def round(self, plain: _Tally) -> dict[str, Any]:
+        """Return where the time of a round went, what it gained over plain rounds, and the most it could have: all but
+        target pass and draft being free."""
+        times, least = self.times, plain.times
+        total, plain_total = (t.draft + t.verify + t.other for t in (times, least))
         out: dict[str, Any] = {"name": self.name, "rounds": times.rounds, "round_ms": 1000 * total / times.rounds}
         for part in ("draft", "verify", "other"):
             out[f"{part}_ms"] = 1000 * getattr(times, part) / times.rounds
             out[f"{part}_share"] = getattr(times, part) / total
         out["drafted_share"] = times.drafted / times.rounds
+        if least.rounds:
+            gained = _per(*map(sum, zip(*self.by_category.values(), strict=True)))
+            out["rounds_vs_plain"] = gained * (plain_total / least.rounds) / (total / times.rounds)
+            out["ceiling_vs_plain"] = (
+                gained * (least.verify / least.rounds) / ((times.draft + times.verify) / times.rounds)
+            )
         return out
 
 
@@ -649,11 +656,13 @@ def _round_table(report: dict[str, Any]) -> Any:
 
     table = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="where the time of a round goes")
     table.add_column("method", no_wrap=True)
-    for title in ("rounds", "drafted", "round ms", "draft", "verify", "other"):
+    for title in ("rounds", "drafted", "round ms", "draft", "verify", "other", "x plain", "ceiling"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["rounds"]:
-        parts = [f"{row[p + '_ms']:.2f} ({row[p + '_share']:.0%})" for p in ("draft", "verify", "other")]
-        table.add_row(row["name"], str(row["rounds"]), f"{row['drafted_share']:.0%}", f"{row['round_ms']:.2f}", *parts)
+        parts = [f"{row[p + '_ms']:.1f} ({row[p + '_share']:.0%})" for p in ("draft", "verify", "other")]
+        gains = [f"{row[key]:.2f}" if key in row else "-" for key in ("rounds_vs_plain", "ceiling_vs_plain")]
+        head = [str(row["rounds"]), f"{row['drafted_share']:.0%}", f"{row['round_ms']:.1f}"]
+        table.add_row(row["name"], *head, *parts, *gains)
     return table
 
 

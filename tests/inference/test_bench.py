@@ -115,6 +115,13 @@ def test_the_parts_of_a_round_are_the_whole(target: Target, head: Head) -> None:
     for row in report["rounds"]:
         assert row["draft_ms"] + row["verify_ms"] + row["other_ms"] == pytest.approx(row["round_ms"])
         assert row["draft_share"] + row["verify_share"] + row["other_share"] == pytest.approx(1)
+    plain, mine = report["rounds"]
+    assert plain["rounds_vs_plain"] == pytest.approx(1)
+    assert plain["ceiling_vs_plain"] == pytest.approx(1, rel=0.5)
+    accepted = report["rows"][2]["accepted_length"]
+    assert mine["rounds_vs_plain"] == pytest.approx(accepted * plain["round_ms"] / mine["round_ms"])
+    cost = mine["draft_ms"] + mine["verify_ms"]
+    assert mine["ceiling_vs_plain"] == pytest.approx(accepted * plain["verify_ms"] / cost)
     rounds = {entry["name"]: entry["rounds"] for entry in report["answers"]}
     assert {row["name"]: row["rounds"] for row in report["rounds"]} == {n: rounds[n] for n in ("plain", "mine")}
 
