@@ -68,7 +68,7 @@ def _own_noise(target: Target) -> float:
         raise ValueError("the model hands out no cache")
     got = []
     for n in range(5, 9):
-        logits_BV, cache = target.own_step(torch.tensor([[ids[n]]], device=target.device), cache)
+        logits_BV, cache = target.own_step(torch.tensor([[ids[n]]], device=target.device), n, cache)
         got.append(logits_BV[0].float())
     return float(_relative(torch.stack(got), want).max())
 

@@ -75,9 +75,9 @@ class Target:
             num_layers=self.text_config.num_hidden_layers,
             text_config=_plain_config(self.text_config),
         )
-        self.cache_kwarg = (
-            "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-        )
+        parameters = inspect.signature(type(model).forward).parameters
+        self.cache_kwarg = "cache" if "cache" in parameters else "past_key_values"
+        self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
         self.frozen = self._references()
@@ -205,10 +205,14 @@ class Target:
             )
         return Output(out.logits, torch.cat(captured, dim=-1) if taps else None)
 
-    def own_step(self, token_BN: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Run the stock model on its own cache; return the logits of the last token [B, V] and the cache, None where the
-        model hands out none."""
-        kwargs = {} if cache is None else {self.cache_kwarg: cache}
+    def own_step(self, token_BN: Tensor, start: int = 0, cache: Any = None) -> tuple[Tensor, Any]:
+        """Run the stock model on its own cache, the first token at position `start`; return the logits of the last token
+        [B, V] and the cache, None where the model hands out none."""
+        kwargs: dict[str, Any] = {} if cache is None else {self.cache_kwarg: cache}
+        if self._takes_positions:
+            # As `model.generate` does: some models that are not told begin again at 0 in each step.
+            positions_N = torch.arange(start, start + token_BN.shape[1], device=token_BN.device)
+            kwargs["position_ids"] = positions_N.expand(token_BN.shape[0], -1)
         out = self.model(input_ids=token_BN, use_cache=True, logits_to_keep=1, **kwargs)
         return out.logits[:, -1], getattr(out, self.cache_kwarg, None)
 
