@@ -89,9 +89,15 @@ class Target:
             # Nothing that the probe's short text would show.
             mode, self.mode_reason = "plain", "its local attention counts places in the cache, not positions"
         else:
-            from headway.inference.probe import probe
+            from headway.inference.probe import heeds_window, probe
 
             mode, self.mode_reason = probe(self)
+            if mode != "plain" and self._windows.get("all") and not heeds_window(self):
+                # `model.generate` reads the prompt without a window and then cuts the cache to one.
+                mode, self.mode_reason = (
+                    "plain",
+                    "its config has a window that its cache keeps to and its layers do not",
+                )
         self.mode = mode
 
     @staticmethod
@@ -194,6 +200,10 @@ class Target:
         """
         cache.slots.place(token_BN.shape[1], token_BN.device)
         mask = self._masks(position_BN, ancestor_BNN, cache)
+        if taps and isinstance(logits_to_keep, int) and logits_to_keep:
+            # Told a number, some models run their upper layers on the last tokens only; taps need all tokens.
+            size = token_BN.shape[1]
+            logits_to_keep = torch.arange(max(0, size - logits_to_keep), size, device=token_BN.device)
         kwargs: dict[str, Any] = {self.cache_kwarg: cache, "logits_to_keep": logits_to_keep}
         with self._capture(taps) as captured, use_grouped(self.model), self.packed:
             out = self.model(

@@ -180,7 +180,11 @@ CONV: Fields = {"layer_types": ["conv", "full_attention"]}
 STATE = "conv state"
 LESSER: dict[str, tuple[str, str, Fields]] = {
     # ALiBi of slots: a chain's slots are its positions, a tree's are not.
-    "mpt": ("chain", "agrees", {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "initializer_range": 0.6}),
+    "mpt": (
+        "chain",
+        "agrees",
+        {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "initializer_range": 0.6},
+    ),
     # Masks of their own, from a mask of the padding, [B, T].
     "bloom": ("plain", "too many values", {"n_head": 4, "n_layer": 2}),
     "falcon_alibi": ("plain", "too many values", {"model_type": "falcon", "alibi": True}),
@@ -191,11 +195,14 @@ LESSER: dict[str, tuple[str, str, Fields]] = {
         "places in the cache",
         {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
     ),
+    # A window in the config, as in those made from another family's, that only the cache reads.
+    "llama_unread_window": ("plain", "its layers do not", {"model_type": "llama", **WINDOW}),
     # Sparse attention that keeps an index of keys beside them.
     "axk2": ("plain", "indexer", INDEXED),
     "deepseek_v32": ("plain", "indexer", INDEXED),
     "glm_moe_dsa": ("plain", "indexer", INDEXED),
-    # Recurrent, with and without attention.
+    # Recurrent, with and without attention. Those that keep their state in the cache could go by chain, with a copy of
+    # the state before each pass and the accepted tokens read again; recurrent_gemma and rwkv keep or hand it elsewhere.
     "bamba": ("plain", STATE, {**SSM, "attn_layer_indices": [1]}),
     "falcon_h1": ("plain", STATE, {**SSM, "mamba_d_ssm": 128, **HEAD}),
     "falcon_mamba": ("plain", STATE, {"state_size": 8}),
@@ -215,9 +222,17 @@ LESSER: dict[str, tuple[str, str, Fields]] = {
     "qwen3_next": ("plain", "", {**DELTA, **MOE}),
     "lfm3": ("plain", "", {**CONV, **MOE, **HEAD}),
     "nemotron_h": ("plain", STATE, {**SSM, **MOE, **HEAD}),
-    "recurrent_gemma": ("plain", "differs", {"attention_window_size": 10, "block_types": ["recurrent", "attention"], "lru_width": 64}),
+    "recurrent_gemma": (
+        "plain",
+        "differs",
+        {"attention_window_size": 10, "block_types": ["recurrent", "attention"], "lru_width": 64},
+    ),
     "rwkv": ("plain", "differs", {"attention_hidden_size": 64}),
-    "zamba": ("plain", "", {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 2, "mamba_d_state": 8}),
+    "zamba": (
+        "plain",
+        "",
+        {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 2, "mamba_d_state": 8},
+    ),
     "zamba2": (
         "plain",
         "",
