@@ -118,7 +118,7 @@ def plain(
     ids = torch.tensor([prompt_ids], device=target.device)
     cache: Any = None
     while True:
-        logits_BV, cache = target.own_step(ids, cache)
+        logits_BV, cache = target.own_step(ids, len(row.history) - ids.shape[1], cache)
         score = process(logits_BV[0], row.settings, row.history)
         row.emit([choose(score, row.settings, key, len(row.history))])
         if row.finish_reason:

@@ -43,6 +43,28 @@ def probe(target: Target) -> tuple[str, str]:
     return "plain", reason
 
 
+def heeds_window(target: Target) -> bool:
+    """Return False if the window in the config is one that the model never reads: its answer is the same with a short one.
+
+    True wherever that cannot be told, as where a layer has a window of its own.
+    """
+    config, ids = target.text_config, _ids(target, 9)
+    if getattr(target.decoder, "config", None) is not config:
+        return True
+    if any(isinstance(getattr(module, "sliding_window", None), int) for module in target.model.modules()):
+        return True
+    window = config.sliding_window
+    try:
+        config.sliding_window = 3
+        short = _truth(target, ids)
+        config.sliding_window = len(ids)
+        return not torch.equal(short, _truth(target, ids))
+    except Exception:  # noqa: BLE001 - a foreign model that cannot be asked
+        return True
+    finally:
+        config.sliding_window = window
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -68,7 +90,7 @@ def _own_noise(target: Target) -> float:
         raise ValueError("the model hands out no cache")
     got = []
     for n in range(5, 9):
-        logits_BV, cache = target.own_step(torch.tensor([[ids[n]]], device=target.device), cache)
+        logits_BV, cache = target.own_step(torch.tensor([[ids[n]]], device=target.device), n, cache)
         got.append(logits_BV[0].float())
     return float(_relative(torch.stack(got), want).max())
 

@@ -75,9 +75,9 @@ class Target:
             num_layers=self.text_config.num_hidden_layers,
             text_config=_plain_config(self.text_config),
         )
-        self.cache_kwarg = (
-            "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-        )
+        parameters = inspect.signature(type(model).forward).parameters
+        self.cache_kwarg = "cache" if "cache" in parameters else "past_key_values"
+        self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
         self.frozen = self._references()
@@ -89,9 +89,15 @@ class Target:
             # Nothing that the probe's short text would show.
             mode, self.mode_reason = "plain", "its local attention counts places in the cache, not positions"
         else:
-            from headway.inference.probe import probe
+            from headway.inference.probe import heeds_window, probe
 
             mode, self.mode_reason = probe(self)
+            if mode != "plain" and self._windows.get("all") and not heeds_window(self):
+                # `model.generate` reads the prompt without a window and then cuts the cache to one.
+                mode, self.mode_reason = (
+                    "plain",
+                    "its config has a window that its cache keeps to and its layers do not",
+                )
         self.mode = mode
 
     @staticmethod
@@ -197,6 +203,10 @@ class Target:
         before_BM = position_BN[:, :0] if before_BM is None else before_BM
         cache.slots.place(token_BN.shape[1], token_BN.device, offset=before_BM.shape[1])
         mask = self._masks(torch.cat([before_BM, position_BN], 1), position_BN, ancestor_BNN, cache)
+        if taps and isinstance(logits_to_keep, int) and logits_to_keep:
+            # Told a number, some models run their upper layers on the last tokens only; taps need all tokens.
+            size = token_BN.shape[1]
+            logits_to_keep = torch.arange(max(0, size - logits_to_keep), size, device=token_BN.device)
         kwargs: dict[str, Any] = {self.cache_kwarg: cache, "logits_to_keep": logits_to_keep}
         with self._capture(taps) as captured, use_grouped(self.model), self.packed:
             out = self.model(
@@ -208,10 +218,14 @@ class Target:
             )
         return Output(out.logits, torch.cat(captured, dim=-1) if taps else None)
 
-    def own_step(self, token_BN: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Run the stock model on its own cache; return the logits of the last token [B, V] and the cache, None where the
-        model hands out none."""
-        kwargs = {} if cache is None else {self.cache_kwarg: cache}
+    def own_step(self, token_BN: Tensor, start: int = 0, cache: Any = None) -> tuple[Tensor, Any]:
+        """Run the stock model on its own cache, the first token at position `start`; return the logits of the last token
+        [B, V] and the cache, None where the model hands out none."""
+        kwargs: dict[str, Any] = {} if cache is None else {self.cache_kwarg: cache}
+        if self._takes_positions:
+            # As `model.generate` does: some models that are not told begin again at 0 in each step.
+            positions_N = torch.arange(start, start + token_BN.shape[1], device=token_BN.device)
+            kwargs["position_ids"] = positions_N.expand(token_BN.shape[0], -1)
         out = self.model(input_ids=token_BN, use_cache=True, logits_to_keep=1, **kwargs)
         return out.logits[:, -1], getattr(out, self.cache_kwarg, None)
 
