@@ -107,7 +107,7 @@ class HeadDrafter(Drafter):
 
     def fit(self, target: Target) -> HeadDrafter:
         """Return itself, or the chain of its depth."""
-        if target.mode == "chain" and not self.policy.is_chain:
+        if target.mode != "tree" and not self.policy.is_chain:
             return HeadDrafter(self.head, chain(self.policy.depth))
         return self
 

@@ -162,7 +162,10 @@ def generate(
         free = batch_size - len(batch.rows)
         # A prefill reads all weights, for one row as for many: a large batch lets a few rows wait for one another.
         entering = list(islice(waiting, free)) if free >= max(1, batch_size // 16) or not batch.rows else []
-        for group in _like_length(entering, PASS_TOKENS.get(target.device.type, 256)):
+        # A recurrent state cannot drop padding, so there each prompt is read by itself.
+        alone = target.mode == "replay"
+        groups = [[r] for r in entering] if alone else _like_length(entering, PASS_TOKENS.get(target.device.type, 256))
+        for group in groups:
             yield from batch.admit(group)
         if not batch.rows:
             if not entering:
@@ -383,7 +386,7 @@ class _Batch:
                 for row in rows:
                     row.features.append(self.prefilled[2][:known])
             self._record(rows, [list(range(size - known)) for size in size_B], out.tap_BNF)
-        if (self.record or not self.taps) and known < size_B[0] - 1:
+        if (self.record or not self.taps) and known < size_B[0] - 1 and target.mode != "replay":
             kept = target.new_cache(1, capacity=size_B[0])
             kept.slots.append_rows(cache.slots, [0])
             self.prefilled = (requests[0].prompt_ids, kept, torch.cat(rows[0].features) if self.record else None)

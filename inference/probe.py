@@ -1,4 +1,4 @@
-"""Which mode a target can run in, found by running it: tree, chain, or plain.
+"""Which mode a target can run in, found by running it: tree, chain, replay (replay.py), or plain.
 
 A model that ignores the mask or the positions it is given answers wrongly and does not fail, so it is asked a question
 whose answer is known: a small tree must give each node the logits of its own path, and two tokens at once must give what
@@ -24,23 +24,32 @@ NOISE_FACTOR = 4.0
 
 
 def probe(target: Target) -> tuple[str, str]:
-    """Return (mode, reason): the best of tree, chain, plain that reproduces the target's own forward."""
-    reason, allowed = "", TOLERANCE
+    """Return (mode, reason): the best of tree, chain, replay, plain that reproduces the target's own forward."""
+    allowed = TOLERANCE
     if target.dtype != torch.float32:
         try:
             allowed = max(LOW_TOLERANCE, NOISE_FACTOR * _own_noise(target))
         except Exception as e:  # noqa: BLE001 - no cache that a second forward can take
             return "plain", f"the model's own cached step failed: {type(e).__name__}: {_first_line(e)}"
-    for mode, ask in (("tree", _tree_error), ("chain", _chain_error)):
+    reasons = []
+    for mode, ask in (("tree", _tree_error), ("chain", _chain_error), ("replay", _replay_error)):
+        if mode == "replay" and getattr(target.text_config, "index_topk", None):
+            # Seen on texts longer than index_topk, which a probe cannot afford: other tokens than one by one.
+            reasons.append("its indexer chooses keys for several tokens at once otherwise than for one")
+            continue
         try:
             worst = ask(target)
         except Exception as e:  # noqa: BLE001 - any failure of a foreign model means a lesser mode, named in the reason
-            reason = f"{mode} verification failed: {type(e).__name__}: {_first_line(e)}"
+            reasons.append(f"{mode} verification failed: {type(e).__name__}: {_first_line(e)}")
             continue
         if worst <= allowed:
-            return mode, f"{mode} verification agrees with the model's own forward (relative difference {worst:.1e})"
-        reason = f"{mode} verification differs from the model's own forward by {worst:.2f}"
-    return "plain", reason
+            why = f", and {reasons[-1]}" if mode == "replay" else ""
+            return (
+                mode,
+                f"{mode} verification agrees with the model's own forward (relative difference {worst:.1e}){why}",
+            )
+        reasons.append(f"{mode} verification differs from the model's own forward by {worst:.2f}")
+    return "plain", "; ".join(reasons[1:])
 
 
 def heeds_window(target: Target) -> bool:
@@ -131,3 +140,23 @@ def _tree_error(target: Target) -> float:
 def _chain_error(target: Target) -> float:
     ids = _ids(target, 8)
     return _error(target, ids[:5], ids[5:8], [-1, 0, 1])
+
+
+def _replay_error(target: Target) -> float:
+    """Return the largest relative difference from plain logits of chains on the model's own cache, some of them rejected."""
+    ids = _ids(target, 14)
+    cache = target.replay_cache(1)
+    worst, at = 0.0, 0
+    # (new tokens, of them right and committed); the others are wrong on purpose.
+    for count, right in ((5, 5), (3, 1), (4, 2), (3, 3), (1, 1), (2, 1), (1, 1)):
+        chain = ids[at : at + right] + ids[: count - right]
+        token_1N = torch.tensor([chain], device=target.device)
+        position_1N = at + torch.arange(count, device=target.device)[None]
+        causal = torch.ones(1, count, count, dtype=torch.bool, device=target.device).tril()
+        got = target.forward(token_1N, position_1N, causal, cache).logits_BNV[0].float()
+        for n in range(count):
+            want = _truth(target, ids[:at] + chain[: n + 1])
+            worst = max(worst, float(_relative(got[n], want)))
+        cache.slots.commit([list(range(right))])
+        at += right
+    return worst if worst == worst else float("inf")

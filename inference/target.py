@@ -31,6 +31,7 @@ from headway.heads.common.slots import seen_slots
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
 from headway.inference.packed import Packed
+from headway.inference.replay import ReplayCache
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
@@ -81,6 +82,7 @@ class Target:
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
         self.frozen = self._references()
+        self.mode = ""
         self.max_positions = usable_positions(_plain_config(self.text_config))
         """Longest context."""
         if mode is not None:
@@ -175,8 +177,14 @@ class Target:
         return ()
 
     def new_cache(self, rows: int, capacity: int = 256) -> SlotCache:
-        """Return an empty cache for `rows` rows."""
+        """Return an empty cache for `rows` rows; in replay mode a ReplayCache, which is used alike."""
+        if self.mode == "replay":
+            return self.replay_cache(rows)  # type: ignore[return-value]
         return SlotCache(self.info.num_layers, rows, capacity)
+
+    def replay_cache(self, rows: int) -> ReplayCache:
+        """Return an empty cache for `rows` rows of chains, of the model's own making."""
+        return ReplayCache(self._own_pass, rows)
 
     def tap_width(self, taps: Sequence[Tap]) -> int:
         """Return F, the width of the concatenated features."""
@@ -188,7 +196,7 @@ class Target:
         token_BN: Tensor,
         position_BN: Tensor,
         ancestor_BNN: Tensor,
-        cache: SlotCache,
+        cache: SlotCache | ReplayCache,
         *,
         taps: Sequence[Tap] = (),
         logits_to_keep: int | Tensor = 0,
@@ -200,6 +208,9 @@ class Target:
         gives the logits of the last n tokens only, a tensor those of the tokens it names. `before_BM` are the positions of
         M tokens that ran since and are not committed either: the first M columns of `ancestor_BNN` are theirs.
         """
+        if isinstance(cache, ReplayCache):
+            assert before_BM is None, "a chain is verified whole"
+            return Output(*cache.forward(token_BN, logits_to_keep, taps))
         before_BM = position_BN[:, :0] if before_BM is None else before_BM
         cache.slots.place(token_BN.shape[1], token_BN.device, offset=before_BM.shape[1])
         mask = self._masks(torch.cat([before_BM, position_BN], 1), position_BN, ancestor_BNN, cache)
@@ -228,6 +239,20 @@ class Target:
             kwargs["position_ids"] = positions_N.expand(token_BN.shape[0], -1)
         out = self.model(input_ids=token_BN, use_cache=True, logits_to_keep=1, **kwargs)
         return out.logits[:, -1], getattr(out, self.cache_kwarg, None)
+
+    def _own_pass(
+        self, tokens: list[int], start: int, cache: Any, keep: int, taps: Sequence[Tap]
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Run the stock model on its own cache, as ReplayCache asks."""
+        kwargs: dict[str, Any] = {} if cache is None else {self.cache_kwarg: cache}
+        ids = torch.tensor([tokens], device=self.device)
+        at_N = torch.arange(start, start + len(tokens), device=self.device)
+        if self._takes_positions:
+            kwargs["position_ids"] = at_N[None].clamp(max=self.max_positions - 1)
+        wanted_K = torch.arange(len(tokens) - keep, len(tokens), device=self.device)
+        with self._capture(taps) as captured, self.packed:
+            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=wanted_K, **kwargs)
+        return out.logits, torch.cat(captured, dim=-1) if taps else None, getattr(out, self.cache_kwarg, None)
 
     @torch.no_grad()
     def features(self, token_BT: Tensor, length_B: Tensor, taps: Sequence[Tap]) -> tuple[Tensor, Tensor]:

@@ -137,6 +137,11 @@ def tune(
     """
     if not prompts:
         raise HeadwayError("tuning needs at least one calibration prompt")
+    if target.mode == "replay":
+        raise HeadwayError(
+            f"{target.info.name} runs in replay mode, where the cost of a round depends on what was accepted; choose a chain: "
+            "--tree chain:3"
+        )
     if target.mode == "plain":
         return {"policy": OFF.describe(), "expected_accepted_length": 1.0, "reason": target.mode_reason}
     depth = min(depth, head.max_depth or depth)

@@ -43,9 +43,9 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Target, policy: Policy | None = None) -> None:
         """`policy` None is a chain of 4. Raises HeadwayError for a model whose cache is not understood."""
-        if model.mode == "plain":
+        if model.mode not in ("tree", "chain"):
             raise HeadwayError(
-                f"{model.info.name} cannot draft: it runs in plain mode ({model.mode_reason}); use another model"
+                f"{model.info.name} cannot draft: it runs in {model.mode} mode ({model.mode_reason}); use another model"
             )
         policy = policy if policy is not None else chain(4)
         self.model, self.policy = model, policy if model.mode == "tree" or policy.is_chain else chain(policy.depth)
@@ -66,7 +66,7 @@ class ModelDrafter(Drafter):
             raise HeadwayError(
                 f"the draft model is on {self.model.device}, the target on {target.device}; load both on one device"
             )
-        if target.mode == "chain" and not self.policy.is_chain:
+        if target.mode != "tree" and not self.policy.is_chain:
             return ModelDrafter(self.model, chain(self.policy.depth))
         return self
 

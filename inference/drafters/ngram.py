@@ -123,13 +123,12 @@ class NgramDrafter(Drafter):
 
 
 def tree_of(guesses: list[list[int]], root_B: torch.Tensor) -> Tree:
-    """Return the tree of one chain per row. Shorter rows are filled with copies of the root below the root: wrong guesses,
-    as a rule, and where they are right they are right."""
+    """Return the tree of one chain per row. Shorter ones go on with copies of the root: wrong guesses as a rule, and a chain
+    still, for targets that take nothing else."""
     width = max(map(len, guesses), default=0)
-    fill = root_B.tolist() if width else []
-    tokens = [row + [root] * (width - len(row)) for row, root in zip(guesses, fill, strict=True)] if width else []
-    parents = [[-1, *range(len(row)), *[0] * (width - len(row))] for row in guesses]
+    parents = [list(range(-1, width)) for _ in guesses]
     if not width:
         return Tree.from_parents(root_B[:, None], parents)
+    tokens = [row + [root] * (width - len(row)) for row, root in zip(guesses, root_B.tolist(), strict=True)]
     drafted_BN = torch.tensor(tokens, device=root_B.device, dtype=root_B.dtype)
     return Tree.from_parents(torch.cat([root_B[:, None], drafted_BN], 1), parents)

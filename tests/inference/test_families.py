@@ -177,7 +177,7 @@ DELTA: Fields = {
 }
 CONV: Fields = {"layer_types": ["conv", "full_attention"]}
 
-STATE = "conv state"
+STATE, CHAIN = "conv state", "and chain verification"
 LESSER: dict[str, tuple[str, str, Fields]] = {
     # ALiBi of slots: a chain's slots are its positions, a tree's are not.
     "mpt": (
@@ -186,8 +186,8 @@ LESSER: dict[str, tuple[str, str, Fields]] = {
         {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "initializer_range": 0.6},
     ),
     # Masks of their own, from a mask of the padding, [B, T].
-    "bloom": ("plain", "too many values", {"n_head": 4, "n_layer": 2}),
-    "falcon_alibi": ("plain", "too many values", {"model_type": "falcon", "alibi": True}),
+    "bloom": ("replay", CHAIN, {"n_head": 4, "n_layer": 2}),
+    "falcon_alibi": ("replay", CHAIN, {"model_type": "falcon", "alibi": True}),
     "openai-gpt": ("plain", "", {"n_head": 4, "n_layer": 2}),
     # A window over places in the cache.
     "gpt_neo": (
@@ -201,26 +201,26 @@ LESSER: dict[str, tuple[str, str, Fields]] = {
     "axk2": ("plain", "indexer", INDEXED),
     "deepseek_v32": ("plain", "indexer", INDEXED),
     "glm_moe_dsa": ("plain", "indexer", INDEXED),
-    # Recurrent, with and without attention. Those that keep their state in the cache could go by chain, with a copy of
-    # the state before each pass and the accepted tokens read again; recurrent_gemma and rwkv keep or hand it elsewhere.
-    "bamba": ("plain", STATE, {**SSM, "attn_layer_indices": [1]}),
-    "falcon_h1": ("plain", STATE, {**SSM, "mamba_d_ssm": 128, **HEAD}),
+    # Recurrent, with and without attention. Plain are those that begin anew when they are given several tokens at once,
+    # and those that keep or hand their state elsewhere.
+    "bamba": ("replay", CHAIN, {**SSM, "attn_layer_indices": [1]}),
+    "falcon_h1": ("replay", CHAIN, {**SSM, "mamba_d_ssm": 128, **HEAD}),
     "falcon_mamba": ("plain", STATE, {"state_size": 8}),
-    "granitemoehybrid": ("plain", STATE, {**SSM, **MOE, "layer_types": ["mamba", "attention"]}),
+    "granitemoehybrid": ("replay", CHAIN, {**SSM, **MOE, "layer_types": ["mamba", "attention"]}),
     "jamba": (
         "plain",
         STATE,
         {**MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     ),
-    "lfm2": ("plain", "", CONV),
-    "lfm2_moe": ("plain", "", {**CONV, **MOE, "num_dense_layers": 1}),
+    "lfm2": ("replay", CHAIN, CONV),
+    "lfm2_moe": ("replay", CHAIN, {**CONV, **MOE, "num_dense_layers": 1}),
     "mamba": ("plain", STATE, {"state_size": 8}),
-    "mamba2": ("plain", STATE, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}),
+    "mamba2": ("replay", CHAIN, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}),
     "minimax": ("plain", "cache of its own", {**MOE, **HEAD, "layer_types": ["linear_attention", "full_attention"]}),
-    "olmo_hybrid": ("plain", "", DELTA),
-    "qwen3_5_text": ("plain", "", DELTA),
-    "qwen3_next": ("plain", "", {**DELTA, **MOE}),
-    "lfm3": ("plain", "", {**CONV, **MOE, **HEAD}),
+    "olmo_hybrid": ("replay", CHAIN, DELTA),
+    "qwen3_5_text": ("replay", CHAIN, DELTA),
+    "qwen3_next": ("replay", CHAIN, {**DELTA, **MOE}),
+    "lfm3": ("replay", CHAIN, {**CONV, **MOE, **HEAD}),
     "nemotron_h": ("plain", STATE, {**SSM, **MOE, **HEAD}),
     "recurrent_gemma": (
         "plain",

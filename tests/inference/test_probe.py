@@ -17,7 +17,7 @@ from tests.tiny import build, target
 
 LESSER: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("chain", {"d_model": 64, "n_layers": 8, "n_heads": 4, "max_seq_len": 512}),
-    "bloom": ("plain", {"n_head": 4, "n_layer": 8}),
+    "bloom": ("replay", {"n_head": 4, "n_layer": 8}),
     "mamba": ("plain", {"state_size": 8}),
     "rwkv": ("plain", {"attention_hidden_size": 64}),
     # A window over places in the cache: wrong for ragged rows and trees, in texts longer than the probe's.
@@ -111,7 +111,23 @@ def test_a_model_deaf_to_the_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) 
         return honest(*args, attention_mask=attention_mask, **kwargs)
 
     monkeypatch.setattr(model, "forward", deaf)
-    assert target(model).mode == "plain"
+    assert target(model).mode == "replay"  # which gives it no mask
+
+
+def test_a_cache_that_forgets_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that reads several tokens as if nothing had been before them, as some recurrent ones do."""
+    model = build(3, model_type="lfm2", layer_types=["conv", "full_attention"] * 2, num_hidden_layers=4)
+    honest = model.forward
+
+    def forgetful(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["input_ids"].shape[1] > 1:
+            kwargs["past_key_values" if "past_key_values" in kwargs else "cache"] = None
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", forgetful)
+    t = target(model)
+    assert t.mode == "plain"
+    assert "replay verification differs" in t.mode_reason
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mpt", "bloom"])
