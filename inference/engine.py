@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from threading import Lock, Thread, current_thread
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from headway.heads.common.errors import HeadwayError
@@ -42,6 +41,10 @@ class Job:
     def cancel(self) -> None:
         """End the row at its next token, or before it begins."""
         self.cancelled = True
+
+    def ends(self, ids: list[int]) -> bool:
+        """Return whether the row ends at its newest token."""
+        return self.cancelled
 
 
 class Engine:
@@ -118,9 +121,4 @@ class Engine:
                 elif not self._running:
                     self._thread = None  # a job that comes from now on starts another
                     return
-            yield None if job is None else _request(job)
-
-
-def _request(job: Job) -> Request:
-    ends = job.request.ends
-    return replace(job.request, id=job, ends=lambda ids: job.cancelled or (ends is not None and ends(ids)))
+            yield None if job is None else replace(job.request, id=job, ends=job.ends)

@@ -14,21 +14,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 
 from headway.heads.common.errors import HeadwayError
-from headway.inference.sampling import Settings
+from headway.inference.sampling import Processor, Settings
 from headway.inference.target import Target
 
-NATIVE: dict[str, tuple[Any, ...]] = {
-    "do_sample": (False,),
-    "eos_token_id": (),
-    "max_length": (),
-    "max_new_tokens": (),
-    "min_new_tokens": (0,),
-    "repetition_penalty": (1.0,),
-    "stop_strings": (),
-    "temperature": (1.0,),
-    "top_k": (0,),
-    "top_p": (1.0,),
-    "min_p": (0.0,),
+NATIVE = {
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "eos_token_id", "stop_strings"),
 }
 """Fields that Settings have too."""
 PROCESSORS: dict[str, tuple[Any, ...]] = {
@@ -37,7 +28,6 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
-    "min_length": (0,),
     "no_repeat_ngram_size": (0,),
     "remove_invalid_values": (False,),
     "renormalize_logits": (False,),
@@ -101,13 +91,16 @@ def settings_of(config: GenerationConfig, target: Target, prompt_ids: list[int])
     needed = PROCESSORS | SAMPLERS if prepared.do_sample else PROCESSORS
     if any(_is_set(getattr(prepared, name, None), needed[name]) for name in needed):
         # All of them, in transformers' order: a bias comes before the penalty, the typical set after top-p.
-        return Settings(temperature=1.0 if prepared.do_sample else 0.0, processors=(processors,), **shared)
+        return Settings(
+            temperature=1.0 if prepared.do_sample else 0.0, processors=(_as_processor(processors),), **shared
+        )
     if prepared.do_sample:
         shared |= {"temperature": prepared.temperature, "top_k": prepared.top_k or 0, "top_p": prepared.top_p or 1.0}
         shared |= {"min_p": prepared.min_p or 0.0}
+    minimum = max(prepared.min_new_tokens or 0, (prepared.min_length or 0) - len(prompt_ids))
     return Settings(
         repetition_penalty=prepared.repetition_penalty or 1.0,
-        min_new_tokens=min(prepared.min_new_tokens or 0, shared["max_new_tokens"]),
+        min_new_tokens=min(minimum, shared["max_new_tokens"]),
         **shared,
     )
 
@@ -155,6 +148,13 @@ def _prepared(
     if stop is not None:
         prepared.stop_strings = stop
     return prepared, processors
+
+
+def _as_processor(processors: LogitsProcessorList) -> Processor:
+    def process(ids: Tensor, scores: Tensor) -> Tensor:
+        return processors(ids, scores)  # type: ignore[arg-type]  # declared LongTensor
+
+    return process
 
 
 def _ids(eos: int | list[int] | None) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ Calls of several threads and tasks are answered together, up to `batch_size` row
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import index
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
@@ -169,7 +170,7 @@ def _prompt_ids(target: Target, prompt: Prompt) -> list[int]:
         if not tokenizer.chat_template:
             return [int(i) for i in tokenizer(prompt)["input_ids"]]
         prompt = [{"role": "user", "content": prompt}]
-    parts = list(prompt)
+    parts: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
     if parts and all(isinstance(part, dict) for part in parts):
         tokenizer = _tokenizer(target, "a chat")
         if not tokenizer.chat_template:
@@ -183,11 +184,11 @@ def _prompt_ids(target: Target, prompt: Prompt) -> list[int]:
         # The template writes the BOS itself where the model wants one.
         return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     try:
-        return [part.__index__() for part in parts]  # type: ignore[union-attr]
-    except AttributeError as error:
+        return [index(part) for part in parts]
+    except TypeError as error:
         raise HeadwayError(
-            f"the prompt is a list with {type(parts[0]).__name__}; a prompt is a string, a list of messages or a list of "
-            "token ids, and generate_all takes several"
+            f"the prompt is {type(prompt).__name__} with a {type(parts[0]).__name__}; a prompt is a string, a list of "
+            "messages or a list of token ids, and generate_all takes several"
         ) from error
 
 
