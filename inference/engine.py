@@ -24,7 +24,7 @@ from headway.inference.target import Target
 Piece = list[int] | Result | BaseException
 """New tokens; or what ends an answer."""
 
-_running: WeakKeyDictionary[Target, Lock] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[Target, Lock] = WeakKeyDictionary()
 """Held by the engine that runs a target: a forward changes the model's modules while it runs."""
 _guard = Lock()
 
@@ -59,7 +59,7 @@ class Engine:
         self._thread: Thread | None = None
         self._closed = False
         with _guard:
-            self._turn = _running.setdefault(target, Lock())
+            self._turn = _turns.setdefault(target, Lock())
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs. Raises HeadwayError after `close`."""
