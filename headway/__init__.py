@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from headway.heads.common.errors import HeadwayError
     from headway.inference.custom_generate import headway_generate
     from headway.inference.generate import Request, Result, generate
+    from headway.inference.generator import Generator
     from headway.inference.sampling import Settings
     from headway.inference.target import Target
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Generator": "headway.inference.generator",
     "HeadwayError": "headway.heads.common.errors",
     "Request": "headway.inference.generate",
     "Result": "headway.inference.generate",
@@ -38,6 +40,7 @@ _LAZY = {
     "save_head": "headway.heads.common.checkpoint",
 }
 __all__ = [
+    "Generator",
     "HeadwayError",
     "Request",
     "Result",

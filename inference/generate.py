@@ -64,6 +64,9 @@ class Result:
     """Tokens emitted in each round, bonus included."""
     feature_TF: Tensor | None = None
     """What `record` asked for: bfloat16, at every position but the last token's, which the target never read."""
+    text: str | None = None
+    """The tokens as text, where a `Generator` of a target with a tokenizer answered: without the end token, cut before
+    a stop string."""
 
     @property
     def new_tokens(self) -> int:
@@ -102,7 +105,6 @@ class Times:
         self.drafted += more.drafted
 
 
-@torch.inference_mode()
 def plain(
     target: Target,
     prompt_ids: list[int],
@@ -115,21 +117,35 @@ def plain(
     The reference that everything else is compared with; it shares only the choice of a token with the fast path.
     """
     row = _Row(Request(prompt_ids, settings, key=key, ends=ends), target)
-    ids = torch.tensor([prompt_ids], device=target.device)
+    for _ in _plain_tokens(target, row):
+        pass
+    return row.emitted
+
+
+def check(target: Target, request: Request) -> None:
+    """Raise the HeadwayError that `generate` would raise for the request, if any, before it is asked."""
+    _Row(request, target)
+
+
+@torch.inference_mode()
+def _plain_tokens(target: Target, row: _Row) -> Iterator[int]:
+    """Emit the row's tokens, and yield each."""
+    key = row.request.key
+    ids = torch.tensor([row.history], device=target.device)
     cache: Any = None
     while True:
         logits_BV, cache = target.own_step(ids, len(row.history) - ids.shape[1], cache)
         score = process(logits_BV[0], row.settings, row.history)
-        row.emit([choose(score, row.settings, key, len(row.history))])
+        yield from row.emit([choose(score, row.settings, key, len(row.history))])
         if row.finish_reason:
-            return row.emitted
+            return
         # A model that hands out no cache reads everything again.
         ids = torch.tensor([row.emitted[-1:] if cache is not None else row.history], device=target.device)
 
 
 def generate(
     target: Target,
-    requests: Iterable[Request],
+    requests: Iterable[Request | None],
     *,
     head: Head | Drafter | None = None,
     policy: Policy | None = None,
@@ -148,6 +164,10 @@ def generate(
     round's tree and accepted paths. `record` names taps whose features come with each result; not together with a head,
     and a target in plain mode gives none. `economy` turns drafting off where it does not pay; without it every round drafts.
 
+    `requests` may be an iterator that is fed while rows run: it is asked whenever there is room, and yields None for none at
+    the moment. Then the rows that run go on and it is asked again after the next round, or at once where no row runs, so
+    that it may wait there. It ends when no request will come any more.
+
     Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
     """
     assert head is None or not record, "features are recorded without a head"
@@ -157,21 +177,30 @@ def generate(
         return
     drafter = None if drafter is None else drafter.fit(target)
     batch = _Batch(target, drafter, on_tokens, times, observe, record, economy)
-    waiting = iter(requests)
-    while True:
+    waiting, more = iter(requests), True
+    while more or batch.rows:
         free = batch_size - len(batch.rows)
         # A prefill reads all weights, for one row as for many: a large batch lets a few rows wait for one another.
-        entering = list(islice(waiting, free)) if free >= max(1, batch_size // 16) or not batch.rows else []
+        entering: list[Request] = []
+        if more and (free >= max(1, batch_size // 16) or not batch.rows):
+            entering, more = _entering(waiting, free)
         # A recurrent state cannot drop padding, so there each prompt is read by itself.
         alone = target.mode == "replay"
         groups = [[r] for r in entering] if alone else _like_length(entering, PASS_TOKENS.get(target.device.type, 256))
         for group in groups:
             yield from batch.admit(group)
-        if not batch.rows:
-            if not entering:
-                return
-            continue
-        yield from batch.round()
+        if batch.rows:
+            yield from batch.round()
+
+
+def _entering(waiting: Iterator[Request | None], free: int) -> tuple[list[Request], bool]:
+    """Return the requests that are there, at most `free` of them, and whether more may come."""
+    entering: list[Request] = []
+    for request in islice(waiting, free):
+        if request is None:
+            return entering, True
+        entering.append(request)
+    return entering, 0 < free == len(entering)
 
 
 @torch.inference_mode()
@@ -243,15 +272,17 @@ def _like_length(requests: list[Request], pass_tokens: int) -> list[list[Request
 
 
 def _plain_rows(
-    target: Target, requests: Iterable[Request], on_tokens: Callable[[Request, list[int]], None] | None
+    target: Target, requests: Iterable[Request | None], on_tokens: Callable[[Request, list[int]], None] | None
 ) -> Iterator[Result]:
     for request in requests:
+        if request is None:
+            continue
         row = _Row(request, target)
-        tokens = plain(target, request.prompt_ids, request.settings, request.key, request.ends)
-        row.emit(tokens)
-        if on_tokens:
-            on_tokens(request, tokens)
-        yield Result(request.id, tokens, row.finish_reason or "length", len(tokens) - 1, [1] * (len(tokens) - 1))
+        for token in _plain_tokens(target, row):
+            if on_tokens:
+                on_tokens(request, [token])
+        row.accepted = [1] * (len(row.emitted) - 1)
+        yield row.result()
 
 
 def _with_minimum(request: Request, target: Target) -> Settings:
