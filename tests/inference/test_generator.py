@@ -86,7 +86,7 @@ def passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "penalty": {"repetition_penalty": 1.5},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 1},
     "min_new_tokens": {"min_new_tokens": 16},
     "min_length": {"min_length": 24},
     "bad_words": {"bad_words_ids": [[134], [93, 48]]},
