@@ -68,8 +68,9 @@ class Engine:
                 raise HeadwayError("the generator was closed; make another one")
             self._waiting += jobs
             if self._thread is None and jobs:
-                self._thread = Thread(target=self._run, name="headway-engine")
-                self._thread.start()
+                thread = Thread(target=self._run, name="headway-engine")
+                thread.start()
+                self._thread = thread
 
     def close(self) -> None:
         """End all rows, with an error for whoever waits for them, and wait for the thread."""

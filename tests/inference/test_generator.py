@@ -17,6 +17,7 @@ from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer
 
 from headway import Generator, Settings
 from headway.heads.common.errors import HeadwayError
+from headway.inference.drafters.ngram import NgramDrafter
 from headway.inference.generate import Request, Result, generate
 from headway.inference.generation_config import settings_of
 from headway.inference.generator import AsyncStream, Chunk
@@ -85,7 +86,7 @@ def passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 CONFIGS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "penalty": {"repetition_penalty": 1.5},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 1},
     "min_new_tokens": {"min_new_tokens": 16},
     "min_length": {"min_length": 24},
     "bad_words": {"bad_words_ids": [[134], [93, 48]]},
@@ -264,6 +265,13 @@ def _chat(target: Target, text: str) -> list[int]:
         [{"role": "user", "content": text}], add_generation_prompt=True
     ).input_ids
     return list(ids)
+
+
+def test_a_drafter_in_place_of_a_head(twelve: Target, generator: Generator) -> None:
+    prompt = encode("abcabcabc")
+    with Generator(twelve, NgramDrafter()) as other:
+        got = other.generate(prompt, max_new_tokens=30, **FREE)
+    assert got.token_ids == generator.generate(prompt, max_new_tokens=30, **FREE).token_ids
 
 
 def test_no_chunk_shows_half_a_character(generator: Generator) -> None:
