@@ -334,27 +334,33 @@ def bench_command(
     said = shlex.join(["headway", *sys.argv[1:]])
     trees = [tree.describe() if tree is not None else None for _, tree in heads.values()]
     what = {"throughput": throughput, "settings": settings, "drafts": drafts, "trees": trees}
+    what |= {"methods": list(methods), "economies": list(economies)}
     left = {size: inputs.unfinished("bench", loaded, sources, chosen, what | {"batch": size}) for size in sizes}
     if throughput:
         _throughput(loaded, chosen, settings, sizes[0], said, prompts, out, left[sizes[0]])
         return
-    reports = []
+    reports: list[dict[str, Any]] = []
     for size, unfinished in left.items():
         title = "bench: prompts" if len(sizes) == 1 else f"bench: {size} at once: prompts"
         progress = Progress(title, max(0, len(chosen) - size * len(unfinished.done)))
-        report = measure.bench(
-            loaded,
-            methods,
-            chosen,
-            settings,
-            batch_size=size,
-            lookup=bool(drafts),
-            assistant=assistant,
-            economies=economies,
-            command=said,
-            on_progress=lambda items, tokens, progress=progress: progress.add(items=items, tokens=tokens),  # type: ignore[misc]
-            unfinished=unfinished,
-        )
+        try:
+            report = measure.bench(
+                loaded,
+                methods,
+                chosen,
+                settings,
+                batch_size=size,
+                lookup=bool(drafts),
+                assistant=assistant,
+                economies=economies,
+                command=said,
+                on_progress=lambda items, tokens, progress=progress: progress.add(items=items, tokens=tokens),  # type: ignore[misc]
+                unfinished=unfinished,
+            )
+        except HeadwayError:
+            if reports:  # of smaller batches
+                _keep_reports(reports, out, plot)
+            raise
         count, ended = report["prompts"]["count"], "interrupted after " if report["prompts"]["interrupted"] else ""
         progress.close(f"bench: {ended}{count} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")
         report["prompts"]["files"] = prompts

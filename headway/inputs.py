@@ -150,13 +150,15 @@ def check_length(info: TargetInfo, size: int) -> None:
 def unfinished(
     what: str, target: Target, heads: Sequence[str], prompts: Sequence[Prompt], settings: dict[str, Any]
 ) -> Unfinished:
-    """Return the parts that the same measurement made before it was interrupted."""
+    """Return the parts that the same measurement made, on this machine, before it was interrupted."""
     from headway.heads.common.checkpoint import WEIGHTS
+    from headway.inference.bench import environment
     from headway.inference.unfinished import Unfinished, file_identity
 
     weights = [Path(head) / WEIGHTS for head in heads]
     identity = {
-        "target": [target.info.name, target.info.revision, str(target.dtype), str(target.device), target.mode],
+        "target": [target.info.name, target.info.revision, target.fingerprint, target.mode],
+        "place": {key: value for key, value in environment(target).items() if key != "date"},
         "heads": [file_identity(path) if path.is_file() else str(path) for path in weights],
         "prompts": [list(prompt) for prompt in prompts],
         **settings,

@@ -18,7 +18,6 @@ import os
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -90,7 +89,8 @@ def bench(
     another drafter and None.
 
     `lookup` adds transformers' own prompt lookup, `assistant` its assisted generation with that draft model; of these it
-    takes one prompt at a time, so larger batches go without. `economies` turns methods, by name, off where drafting does
+    takes one prompt at a time, so larger batches go without, and so does a target that it refuses; `refused` has its words.
+    `economies` turns methods, by name, off where drafting does
     not pay; without one a method drafts in every round. A group of prompts on which a method fails is counted for
     none; `errors` holds its words.
 
@@ -107,13 +107,14 @@ def bench(
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
     known, keep = _kept(unfinished)
     progress = on_progress or (lambda items, tokens: None)
-    if len(known) < len(groups):
-        _warm_up(runs, groups[0], settings)
+    refused = _warm_up(runs, groups[0], settings)
+    for row in refused:
+        del runs[row["name"]], tallies[row["name"]]
     names = list(runs)
     start, measured, continued, interrupted = perf_counter(), 0, 0, False
     errors: list[dict[str, str]] = []
     for i, group in enumerate(groups):
-        if str(i) in known:
+        if set(known.get(str(i), ())) == set(names):
             parts = {name: _Part.read(part) for name, part in known[str(i)].items()}
             continued += len(group)
         elif measured and seconds is not None and perf_counter() - start > seconds:
@@ -127,11 +128,11 @@ def bench(
                     raise
                 interrupted = True
                 break
-            keep(str(i), {name: asdict(part) for name, part in parts.items()})
+            if not any(part.error for part in parts.values()):  # what failed is tried again
+                keep(str(i), {name: asdict(part) for name, part in parts.items()})
             progress(len(group), 0)
-        failed = [
-            {"name": name, "id": group[0][1][0], "error": part.error} for name, part in parts.items() if part.error
-        ]
+        ids = ", ".join(prompt_id for _, (prompt_id, _, _) in group)
+        failed = [{"name": name, "id": ids, "error": part.error} for name, part in parts.items() if part.error]
         errors += failed
         if failed:
             continue
@@ -157,6 +158,7 @@ def bench(
             "categories": sorted({entry["category"] for entry in tallies[PLAIN].entries}),
         },
         "errors": errors,
+        "refused": refused,
         "rows": [tally.row(tallies, settings) for tally in tallies.values()],
         "rounds": [tally.round(tallies[PLAIN]) for tally in tallies.values() if tally.times.rounds],
         "answers": [entry for tally in tallies.values() for entry in tally.entries],
@@ -235,12 +237,21 @@ def _methods(
     return runs, clocks, tallies
 
 
-def _warm_up(runs: Mapping[str, Run], group: Sequence[tuple[int, Prompt]], settings: Settings) -> None:
-    """Have every method answer shortly; one that fails says so when it is measured."""
-    short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
-    for run in runs.values():
-        with suppress(*FAILURES):
+def _warm_up(runs: Mapping[str, Run], group: Sequence[tuple[int, Prompt]], settings: Settings) -> list[dict[str, str]]:
+    """Have every method answer shortly; return name and words of transformers' own drafting where it refuses.
+
+    Any other that fails says so when it is measured.
+    """
+    few = min(settings.max_new_tokens, WARM_UP_TOKENS)
+    short = replace(settings, max_new_tokens=few, min_new_tokens=min(settings.min_new_tokens, few))
+    refused = []
+    for name, run in runs.items():
+        try:
             run(group, short)
+        except FAILURES as e:
+            if name in (LOOKUP, ASSISTED):
+                refused.append({"name": name, "error": f"{type(e).__name__}: {e}"})
+    return refused
 
 
 def _drafters(heads: Mapping[str, tuple[Head | Drafter, Policy | None]], target: Target) -> dict[str, Drafter | None]:
@@ -502,7 +513,15 @@ def _headway_run(target: Target, times: Times, drafter: Drafter | None = None, e
         def arrived(request: Request, tokens: list[int]) -> None:
             arrivals[request.id].append((perf_counter() - begin, len(tokens)))
 
-        results = generate(target, requests, head=drafter, batch_size=len(group), on_tokens=arrived, times=times)
+        results = generate(
+            target,
+            requests,
+            head=drafter,
+            batch_size=len(group),
+            on_tokens=arrived,
+            times=times,
+            economy=economy,
+        )
         answers = {r.id: Answer(r.token_ids, r.rounds, sum(r.accepted_per_round), arrivals[r.id]) for r in results}
         return [answers[number] for number, _ in group]
 
@@ -626,6 +645,8 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
         name = f"{row['name']} (lossy)" if row["lossy"] else row["name"]
         table.add_row(name, f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", *token_ms)
     console.print(table)
+    for row in report["refused"]:
+        console.print(f"no row of {row['name']}, which refused: {row['error']}", markup=False)
     for error in report["errors"]:
         console.print(f"not counted: {error['id']}, on which {error['name']} failed: {error['error']}", markup=False)
     if len(report["prompts"]["categories"]) > 1:

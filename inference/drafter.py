@@ -68,6 +68,8 @@ class Drafter:
 
     taps: tuple[Tap, ...] = ()
     """Target layers whose features it reads."""
+    targets: tuple[Target, ...] = ()
+    """Models of its own that it runs."""
 
     def fit(self, target: Target) -> Drafter:
         """Return the drafter as this target can verify it: one that proposes chains where the target takes no trees.

@@ -81,9 +81,10 @@ class Economy:
         else:
             known.plain_rounds += 1
         # The first round after a switch is not timed: it reads weights and features that others find at hand.
-        if self._last == (rows, drafted):
+        now = (rows - 1).bit_length(), drafted
+        if self._last == now:
             (known.drafted_seconds if drafted else known.plain_seconds).append(seconds)
-        self._last = rows, drafted
+        self._last = now
         if drafted and len(known.tokens) == known.tokens.maxlen and known.on and self.gain(rows) >= RESUME:
             known.wait = WAIT
 

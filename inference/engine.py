@@ -58,8 +58,10 @@ class Engine:
         self._running: list[Job] = []
         self._thread: Thread | None = None
         self._closed = False
+        models = {target, *(drafter.targets if drafter is not None else ())}
         with _guard:
-            self._turn = _turns.setdefault(target, Lock())
+            # In one order for all engines, so that none waits for another in a circle.
+            self._turns = [_turns.setdefault(model, Lock()) for model in sorted(models, key=id)]
 
     def submit(self, jobs: list[Job]) -> None:
         """Queue jobs. Raises HeadwayError after `close`."""
@@ -86,8 +88,27 @@ class Engine:
             thread.join()
 
     def _run(self) -> None:
+        while not self._answered():
+            pass
+
+    def _take_turns(self) -> list[Lock]:
+        """Return the locks of all models, held; none after `close`, which must not wait for another engine."""
+        held: list[Lock] = []
+        for turn in self._turns:
+            while not turn.acquire(timeout=0.1):
+                if self._closed:
+                    for other in held:
+                        other.release()
+                    return []
+            held.append(turn)
+        return held
+
+    def _answered(self) -> bool:
+        """Answer all there is; return False where an error ended the rows that ran, and others wait."""
+        held: list[Lock] = []
         try:
-            with self._turn:
+            held = self._take_turns()
+            if held:
                 results = generate(
                     self._target,
                     self._arriving(),
@@ -103,12 +124,20 @@ class Engine:
                     job.put(result)
         except BaseException as error:  # noqa: BLE001  # whatever it is, those who wait must hear of it
             with self._lock:
-                jobs = [*self._running, *self._waiting]
+                jobs = [*self._running]
                 self._running.clear()
-                self._waiting.clear()
-                self._thread = None
+                left = bool(self._waiting) and bool(jobs)  # an error that no row caused would come again and again
+                if not left:
+                    jobs += self._waiting
+                    self._waiting.clear()
+                    self._thread = None
             for job in jobs:
                 job.put(error)
+            return not left
+        finally:
+            for turn in held:
+                turn.release()
+        return True
 
     def _arriving(self) -> Iterator[Request | None]:
         """Yield the next request, or None while rows run and no other waits; end when nothing is left."""

@@ -478,7 +478,9 @@ class _Batch:
         began = perf_counter()
         begin = self._now()
         root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
-        drafting = drafter is not None and (self.economy is None or self.economy.drafts(len(self.rows)))
+        # Under typical acceptance the answer depends on what is drafted: there the clock has no say.
+        lossy = any(row.settings.accept == "typical" and not row.settings.greedy for row in self.rows)
+        drafting = drafter is not None and (self.economy is None or lossy or self.economy.drafts(len(self.rows)))
         if drafter is not None and drafting:
             self._catch_up()
             histories = [row.history for row in self.rows]
@@ -519,7 +521,7 @@ class _Batch:
         rows = len(self.rows)
         if done:
             self._drop(done)
-        if self.economy is not None and drafter is not None:
+        if self.economy is not None and drafter is not None and not lossy:
             self.economy.count(rows, drafting, [len(tokens) for tokens in emitted], perf_counter() - began)
         times = self.times
         times.draft += drafted - begin + absorb

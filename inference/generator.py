@@ -249,7 +249,7 @@ class Stream(Iterator[Chunk]):
 
     def __init__(self, generator: Generator, request: Request, *, submit: bool = True) -> None:
         self._text = _Text(generator.target, request.settings)
-        pieces: SimpleQueue[Piece] = SimpleQueue()
+        pieces: SimpleQueue[Piece | None] = SimpleQueue()  # None: closed
         self._pieces, self._job, self._over = pieces, Job(request, pieces.put), False
         if submit:
             generator._engine.submit([self._job])
@@ -269,19 +269,21 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         while not self._over:
             try:
-                chunk = self._text.chunk(self._pieces.get(), self._job.request)
+                piece = self._pieces.get()
+                chunk = None if piece is None else self._text.chunk(piece, self._job.request)
             except BaseException:
                 self.close()
                 raise
-            self._over = self.result is not None
+            self._over = self._over or self.result is not None
             if chunk is not None:
                 return chunk
         raise StopIteration
 
     def close(self) -> None:
-        """End the work; what was not read is lost."""
+        """End the work; what was not read is lost. A thread that waits for a chunk gets the end."""
         self._over = True
         self._job.cancel()
+        self._pieces.put(None)
 
     def __enter__(self) -> Stream:
         return self
@@ -302,7 +304,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     def __init__(self, generator: Generator, request: Request) -> None:
         loop = asyncio.get_running_loop()
         self._text = _Text(generator.target, request.settings)
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._over = False
         pieces = self._pieces
 
@@ -323,11 +325,12 @@ class AsyncStream(AsyncIterator[Chunk]):
     async def __anext__(self) -> Chunk:
         while not self._over:
             try:
-                chunk = self._text.chunk(await self._pieces.get(), self._job.request)
+                piece = await self._pieces.get()
+                chunk = None if piece is None else self._text.chunk(piece, self._job.request)
             except BaseException:
                 self._close()
                 raise
-            self._over = self.result is not None
+            self._over = self._over or self.result is not None
             if chunk is not None:
                 return chunk
         raise StopAsyncIteration
@@ -339,6 +342,7 @@ class AsyncStream(AsyncIterator[Chunk]):
     def _close(self) -> None:
         self._over = True
         self._job.cancel()
+        self._pieces.put_nowait(None)
 
     async def __aenter__(self) -> AsyncStream:
         return self

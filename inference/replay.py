@@ -66,17 +66,19 @@ class ReplayCache:
         [B, N, F]. Each row is a chain; nothing is committed."""
         logits, features = [], []
         N = token_BN.shape[1]
+        count = keep if isinstance(keep, int) and keep else N  # a long prompt needs the last token's logits, not all
         for row, tokens in zip(self._rows, token_BN.tolist(), strict=True):
             row.tokens = tokens
             # One token alone is the root, which is committed whatever comes after it: no copy is needed.
             cache = row.cache if N == 1 or row.cache is None else deepcopy(row.cache)
-            logits_1NV, tap_1TF, row.tried = self._run([*row.waiting, *tokens], row.read, cache, N, taps)
+            logits_1NV, tap_1TF, row.tried = self._run([*row.waiting, *tokens], row.read, cache, count, taps)
             logits.append(logits_1NV)
             if tap_1TF is not None:
                 features.append(tap_1TF[:, len(row.waiting) :])
         logits_BNV = torch.cat(logits)
-        chosen = logits_BNV[:, keep] if isinstance(keep, Tensor) else logits_BNV[:, -keep:] if keep else logits_BNV
-        return chosen, torch.cat(features) if features else None
+        return logits_BNV[:, keep] if isinstance(keep, Tensor) else logits_BNV, torch.cat(
+            features
+        ) if features else None
 
     def commit(self, kept: list[list[int]]) -> None:
         """Keep the first tokens of each row's chain: `kept[b]` is 0, 1, ... without a gap."""

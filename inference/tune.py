@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
-from headway.inference.drafter import Ask, Committed, HeadDrafter
+from headway.inference.drafter import Ask, Committed, HeadDrafter, default_policy
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -138,10 +138,8 @@ def tune(
     if not prompts:
         raise HeadwayError("tuning needs at least one calibration prompt")
     if target.mode == "replay":
-        raise HeadwayError(
-            f"{target.info.name} runs in replay mode, where the cost of a round depends on what was accepted; choose a chain: "
-            "--tree chain:3"
-        )
+        reason = "in replay mode the cost of a round depends on what was accepted, and is not tuned"
+        return {"policy": default_policy(head).describe(), "reason": reason}
     if target.mode == "plain":
         return {"policy": OFF.describe(), "expected_accepted_length": 1.0, "reason": target.mode_reason}
     depth = min(depth, head.max_depth or depth)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 from headway import __version__
 
+OURS = re.compile(r"(bench|eval|tune(-\w+)?)-[0-9a-f]{16}\.jsonl")
 KEPT_SECONDS = 30 * 24 * 3600
 """A file that nobody came back to is deleted after so long."""
 
@@ -31,20 +33,20 @@ class Unfinished:
         Where the folder cannot be written nothing is kept, and that is said once on stderr.
         """
         text = json.dumps({**identity, "version": __version__}, sort_keys=True, default=str)
-        if folder is None:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway" / "unfinished"
-        self.path = folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+        self.what, self.path = what, Path(os.devnull)
         self.done: dict[str, Any] = {}
         """By part."""
         try:
+            if folder is None:
+                folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway" / "unfinished"
+            self.path = folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
             folder.mkdir(parents=True, exist_ok=True)
             self._forget_old(folder)
             self._read()
             with self.path.open("a", encoding="utf-8"):
                 pass
-        except OSError as e:
-            print(f"{what}: {self.path} cannot be written ({e.strerror}); after Ctrl-C it begins anew", file=sys.stderr)
-            self.path = Path(os.devnull)
+        except (OSError, RuntimeError) as e:  # RuntimeError: no home
+            self._give_up(e)
         if self.done:
             print(
                 f"{what}: continued, {len(self.done)} parts were measured before (delete {self.path} to begin anew)",
@@ -54,11 +56,18 @@ class Unfinished:
     def keep(self, part: str, value: Any) -> None:
         """Write down that a part is done; on disk when this returns."""
         self.done[part] = value
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([part, value]) + "\n")
-            file.flush()
-            if self.path != Path(os.devnull):
-                os.fsync(file.fileno())
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([part, value]) + "\n")
+                file.flush()
+                if self.path != Path(os.devnull):
+                    os.fsync(file.fileno())
+        except OSError as e:  # a full disk: the measurement goes on
+            self._give_up(e)
+
+    def _give_up(self, error: Exception) -> None:
+        print(f"{self.what}: {self.path} cannot be written ({error}); after Ctrl-C it begins anew", file=sys.stderr)
+        self.path = Path(os.devnull)
 
     def finish(self) -> None:
         """Forget the parts, now that the whole is somewhere."""
@@ -83,8 +92,8 @@ class Unfinished:
                 self.done[kept[0]] = kept[1]
 
     def _forget_old(self, folder: Path) -> None:
-        for path in folder.glob("*-" + "?" * 16 + ".jsonl"):
-            if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+        for path in folder.glob("*.jsonl"):
+            if OURS.fullmatch(path.name) and time.time() - path.stat().st_mtime > KEPT_SECONDS:
                 path.unlink(missing_ok=True)
 
 

@@ -48,6 +48,7 @@ class ModelDrafter(Drafter):
                 f"{model.info.name} cannot draft: it runs in {model.mode} mode ({model.mode_reason}); use another model"
             )
         policy = policy if policy is not None else chain(4)
+        self.targets = (model,)
         self.model, self.policy = model, policy if model.mode == "tree" or policy.is_chain else chain(policy.depth)
 
     def fit(self, target: Target) -> ModelDrafter:
@@ -62,7 +63,7 @@ class ModelDrafter(Drafter):
                 f"{self.model.info.name} has another vocabulary than {target.info.name}; a draft model needs the target's "
                 "tokenizer"
             )
-        if self.model.device.type != target.device.type:
+        if self.model.device != target.device:
             raise HeadwayError(
                 f"the draft model is on {self.model.device}, the target on {target.device}; load both on one device"
             )

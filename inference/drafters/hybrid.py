@@ -17,7 +17,7 @@ class HybridDrafter(Drafter):
     def __init__(self, other: Drafter, ngram: NgramDrafter | None = None) -> None:
         """`ngram` None looks for three tokens or four: two match too often by chance to stand in for a head."""
         self.other, self.ngram = other, ngram if ngram is not None else NgramDrafter(shortest=3)
-        self.taps = other.taps
+        self.taps, self.targets = other.taps, other.targets
 
     def fit(self, target: Target) -> HybridDrafter:
         """Return the hybrid of what fits."""

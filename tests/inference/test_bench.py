@@ -12,11 +12,14 @@ import tests.tiny as tiny
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head, find_family
 from headway.inference.bench import Prompt, bench, save_plot, save_report
+from headway.inference.drafters.ngram import NgramDrafter
+from headway.inference.economy import Economy
 from headway.inference.generate import Request, generate
 from headway.inference.sampling import Settings
 from headway.inference.stream import TextStream
 from headway.inference.target import Target
 from headway.inference.tree import chain
+from headway.inference.unfinished import Unfinished
 
 PROMPTS: list[Prompt] = [
     ("a", "short", list(b"Hello")),
@@ -162,6 +165,44 @@ def test_a_method_that_fails_on_a_prompt_is_named(target: Target, head: Head, mo
     assert [e["id"] for e in report["answers"]] == ["a", "c"] * 3
     with pytest.raises(HeadwayError, match="no such prompt"):
         bench(target, {}, PROMPTS[1:2], Settings(max_new_tokens=4))
+
+
+def test_what_failed_is_tried_again(target: Target, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real, broken = target.model.generate, [True]
+
+    def failing(*args: object, **kwargs: object) -> object:
+        if broken[0] and kwargs["input_ids"].shape[1] == len(PROMPTS[1][2]):  # type: ignore[attr-defined]
+            raise RuntimeError("out of memory")
+        return real(*args, **kwargs)  # type: ignore[operator]
+
+    monkeypatch.setattr(target.model, "generate", failing)
+    settings, kept = Settings(max_new_tokens=4), Unfinished("bench", {}, tmp_path)
+    assert bench(target, {}, PROMPTS, settings, unfinished=kept)["prompts"]["count"] == 2
+    broken[0] = False
+    report = bench(target, {}, PROMPTS, settings, unfinished=Unfinished("bench", {}, tmp_path))
+    assert [report["prompts"][key] for key in ("count", "continued")] == [3, 2]
+    assert not report["errors"]
+
+
+def test_transformers_refusing_to_draft_stops_nobody(target: Target) -> None:
+    """Its assisted generation takes no draft model of another size of vocabulary, where Headway's does."""
+    small = tiny.target(tiny.build(1, num_hidden_layers=2, vocab_size=300), name="small")
+    report = bench(target, {"n-gram": (NgramDrafter(), None)}, PROMPTS, Settings(max_new_tokens=4), assistant=small)
+    assert [row["name"] for row in report["rows"]] == ["transformers", "plain", "n-gram"]
+    assert [row["name"] for row in report["refused"]] == ["transformers assisted"]
+    assert not report["errors"]
+
+
+def test_a_method_with_an_economy_drafts_when_that_says_so(target: Target, head: Head) -> None:
+    class Half(Economy):
+        def drafts(self, rows: int) -> bool:
+            return (self.drafted + self.plain) % 2 == 0
+
+    report = bench(target, {"mine": (head, chain(3))}, PROMPTS, Settings(max_new_tokens=12), economies={"mine": Half()})
+    plain, mine = report["rounds"]
+    assert plain["drafted_share"] == 0
+    assert 0.3 < mine["drafted_share"] < 0.7
+    assert report["rows"][2]["identical"] == 1.0
 
 
 def test_refusals(target: Target, head: Head) -> None:

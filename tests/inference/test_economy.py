@@ -168,3 +168,13 @@ def test_a_head_that_is_never_right_is_turned_off(twelve: Target) -> None:
     (result,) = generate(twelve, requests, head=drafter, economy=economy)
     assert result.token_ids == hf_greedy(twelve.model, encode("abc"), 150)
     assert economy.drafted < 30 < economy.plain
+
+
+def test_the_clock_has_no_say_under_typical_acceptance(twelve: Target) -> None:
+    """Which is lossy: what is drafted enters the answer."""
+    drafter = as_drafter(random_head("eagle3", twelve), DynamicTree(2, 2, 5))
+    assert drafter is not None
+    never = Script("p")
+    settings = {"temperature": 0.9, "accept": "typical", "epsilon": 0.5, "delta": 0.9}
+    assert run(twelve, drafter, never, 1, **settings) == run(twelve, drafter, None, 1, **settings)
+    assert (never.drafted, never.plain) == (0, 0)

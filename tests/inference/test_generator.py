@@ -433,11 +433,11 @@ def breaks(ids: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def test_an_error_reaches_all_who_wait(generator: Generator) -> None:
+def test_an_error_reaches_all_rows_that_ran(generator: Generator) -> None:
     async def main() -> list[Any]:
         bad = generator.astream(encode("Hello"), max_new_tokens=20, processors=(breaks,), **FREE)
         # Four run and two wait.
-        good = [generator.astream(prompt, max_new_tokens=400, **FREE) for prompt in "abcde"]
+        good = [generator.astream(prompt, max_new_tokens=40, **FREE) for prompt in "abcde"]
         return await asyncio.gather(*map(read, [bad, *good]), return_exceptions=True)
 
     first = generator.stream(encode("Hello"), max_new_tokens=20, processors=(breaks,), **FREE)
@@ -446,9 +446,54 @@ def test_an_error_reaches_all_who_wait(generator: Generator) -> None:
         with pytest.raises(BrokenError, match="the processor broke"):
             list(stream)
         assert list(stream) == []
-    assert all(isinstance(answer, BrokenError) for answer in asyncio.run(main()))
+    answers = asyncio.run(main())
+    assert [isinstance(answer, BrokenError) for answer in answers] == [True] * 4 + [False] * 2
+    assert answers[4][1].token_ids == generator.generate("d", max_new_tokens=40, **FREE).token_ids
     assert until(lambda: not engines())
     assert generator.generate("Hi", max_new_tokens=5, **FREE).new_tokens == 5
+
+
+def test_a_reader_whose_stream_is_closed_elsewhere_goes_on(generator: Generator) -> None:
+    """Even where the request still waits for its place."""
+    busy = [generator.stream(encode(text), max_new_tokens=400, **FREE) for text in "abcd"]
+    waiting = generator.stream(encode("Hello"), max_new_tokens=20, **FREE)
+    read: list[list[Any]] = []
+    reader = threading.Thread(target=lambda: read.append(list(waiting)), daemon=True)
+    reader.start()
+    waiting.close()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert waiting.result is None
+    for stream in busy:
+        stream.close()
+
+    async def main() -> list[Any]:
+        busy = [generator.astream(encode(text), max_new_tokens=400, **FREE) for text in "abcd"]
+        waiting = generator.astream(encode("Hello"), max_new_tokens=20, **FREE)
+        task = asyncio.ensure_future(anext(waiting, None))
+        await asyncio.sleep(0)
+        await waiting.aclose()
+        found = await asyncio.wait_for(task, 20)
+        for stream in busy:
+            await stream.aclose()
+        return [found, waiting.result]
+
+    assert asyncio.run(main()) == [None, None]
+
+
+def test_close_does_not_wait_for_another_generator(twelve: Target) -> None:
+    busy, other = Generator(twelve), Generator(twelve)
+    with busy.stream(encode("Hello"), max_new_tokens=400, **FREE) as stream:
+        next(stream)
+        waiting = other.stream(encode("Hi"), max_new_tokens=4, **FREE)
+        closing = threading.Thread(target=other.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+        assert stream.result is None
+        with pytest.raises(HeadwayError, match="closed"):
+            list(waiting)
+    busy.close()
 
 
 def test_threads_get_their_own_answers(twelve: Target, generator: Generator) -> None:

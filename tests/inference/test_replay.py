@@ -144,6 +144,15 @@ def test_features_are_recorded(hybrid: Target) -> None:
     torch.testing.assert_close(found[0].feature_TF.float(), want, atol=0.05, rtol=0.02)
 
 
+def test_a_prompt_costs_the_logits_of_one_token(hybrid: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    words = hybrid.model.get_output_embeddings()
+    handle = words.register_forward_hook(lambda module, args, out: sizes.append(out.shape[1]))
+    list(generate(hybrid, [Request(encode("a long prompt"), Settings(max_new_tokens=3, eos_ids=()))]))
+    handle.remove()
+    assert sizes == [1, 1, 1]
+
+
 def test_one_prompt_under_many_keys(hybrid: Target) -> None:
     settings = Settings(max_new_tokens=6, temperature=1.0, eos_ids=())
     drafter = drafters(hybrid)["eagle3"]
@@ -151,8 +160,9 @@ def test_one_prompt_under_many_keys(hybrid: Target) -> None:
         assert result.token_ids == plain(hybrid, encode("The cat"), settings, key)
 
 
-def test_tuning_and_drafting_with_it_are_refused(hybrid: Target) -> None:
-    with pytest.raises(HeadwayError, match="--tree chain:3"):
-        tune(hybrid, random_head("medusa", hybrid), [encode("a")])
+def test_it_is_not_tuned_and_drafts_for_no_other(hybrid: Target) -> None:
+    report = tune(hybrid, random_head("medusa", hybrid), [encode("a")])
+    assert report["policy"] == "chain:3"
+    assert "not tuned" in report["reason"]
     with pytest.raises(HeadwayError, match="replay mode"):
         ModelDrafter(hybrid)

@@ -54,7 +54,7 @@ def test_no_place_to_keep_them_is_said(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_nobody_came_back_to_goes(tmp_path: Path) -> None:
-    old, other = Unfinished("eval", {"n": 1}, tmp_path), tmp_path / "report-2024.jsonl"
+    old, other = Unfinished("eval", {"n": 1}, tmp_path), tmp_path / "export-2024-01-01T00-00.jsonl"
     old.keep("0", 1)
     other.write_text("mine\n")
     long_ago = time.time() - KEPT_SECONDS - 60
