@@ -470,10 +470,9 @@ def eval_command(
     from headway import inputs
     from headway.data.chat import use_template
     from headway.heads.common.checkpoint import load_head
-    from headway.inference.drafter import default_policy
+    from headway.inference.drafter import HeadDrafter, default_policy
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
-    from headway.inference.tree import check_policy
 
     inputs.quiet()
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
@@ -488,7 +487,7 @@ def eval_command(
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
     loaded_head = load_head(source, loaded, other_target=other_target)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
-    check_policy(policy, loaded_head.max_depth)
+    policy = HeadDrafter(loaded_head, policy).fit(loaded).policy
     what = {"max_new_tokens": max_new_tokens, "batch": batch, "tree": policy.describe()}
     unfinished = inputs.unfinished("eval", loaded, [source], chosen, what)
     rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch, unfinished)

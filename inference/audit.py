@@ -105,6 +105,7 @@ def audit(
     if not prompts:
         raise HeadwayError("no prompts to audit; give at least one")
     check_asked(policy, temperature)
+    policy = HeadDrafter(head, policy).fit(target).policy
     greedy = Settings(max_new_tokens=max_new_tokens, seed=seed)
     run = _Run(target, head, policy, prompts, batch_size, on_progress or (lambda items, tokens: None))
     answers, found = run.identity(greedy)
