@@ -641,7 +641,8 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
     for row in report["rows"]:
         same = "-" if row["identical"] is None else f"{row['identical']:.0%}"
         cells = [f"{row[key]:.2f}" for key in ("ratio_vs_transformers", "ratio_vs_plain", "accepted_length")]
-        token_ms = ["-" if row[key] is None else f"{row[key]:.1f}" for key in ("itl_ms", "itl_p95_ms")]
+        places = {"itl_ms": 1, "itl_p95_ms": 0}
+        token_ms = ["-" if row[key] is None else f"{row[key]:.{n}f}" for key, n in places.items()]
         name = f"{row['name']} (lossy)" if row["lossy"] else row["name"]
         table.add_row(name, f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", *token_ms)
     console.print(table)
@@ -677,10 +678,10 @@ def _round_table(report: dict[str, Any]) -> Any:
 
     table = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="where the time of a round goes")
     table.add_column("method", no_wrap=True)
-    for title in ("rounds", "drafted", "round ms", "draft", "verify", "other", "x plain", "ceiling"):
+    for title in ("rounds", "drafted", "round ms", "draft", "verify", "other", "", "x plain", "ceiling"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["rounds"]:
-        parts = [f"{row[p + '_ms']:.1f} ({row[p + '_share']:.0%})" for p in ("draft", "verify", "other")]
+        parts = [f"{row[p + '_ms']:.1f}" for p in ("draft", "verify", "other")] + [f"{row['other_share']:.0%}"]
         gains = [f"{row[key]:.2f}" if key in row else "-" for key in ("rounds_vs_plain", "ceiling_vs_plain")]
         head = [str(row["rounds"]), f"{row['drafted_share']:.0%}", f"{row['round_ms']:.1f}"]
         table.add_row(row["name"], *head, *parts, *gains)
