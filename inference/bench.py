@@ -635,7 +635,7 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
         title=f"{report['target']}, {place['dtype']}, {report['prompts']['count']} prompts",
     )
     table.add_column("method", no_wrap=True)
-    heading = ["tokens/s", "speed-up", "x plain", "accepted", "same", "ttft ms", "itl ms", "p95"]
+    heading = ["tok/s", "speed-up", "x plain", "accepted", "same", "ttft ms", "itl ms", "p95"]
     for title in heading:
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["rows"]:
