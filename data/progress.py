@@ -28,7 +28,7 @@ class Progress:
         """Whether the time allowed is used up."""
         return self.seconds is not None and self.elapsed >= self.seconds
 
-    def add(self, *, items: int = 0, tokens: int = 0) -> None:
+    def add(self, items: int = 0, tokens: int = 0) -> None:
         """Count, and show the line when it is due."""
         self.done += items
         self.tokens += tokens

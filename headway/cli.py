@@ -354,7 +354,7 @@ def bench_command(
                 assistant=assistant,
                 economies=economies,
                 command=said,
-                on_progress=lambda items, tokens, progress=progress: progress.add(items=items, tokens=tokens),  # type: ignore[misc]
+                on_progress=progress.add,
                 unfinished=unfinished,
             )
         except HeadwayError:
@@ -437,7 +437,7 @@ def _throughput(
         settings,
         batch_size=batch,
         command=said,
-        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        on_progress=progress.add,
         unfinished=unfinished,
     )
     progress.close(f"bench: {progress.tokens} tokens in {progress.elapsed:.0f} s")
@@ -737,7 +737,7 @@ def tune_command(
         [ids for _, _, ids in chosen],
         max_new_tokens=max_new_tokens,
         seconds=seconds,
-        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        on_progress=progress.add,
         unfinished=unfinished,
     )
     save_policy(source, loaded, report)
@@ -805,7 +805,7 @@ def audit_command(
         draws=draws,
         seed=seed,
         command=shlex.join(["headway", *sys.argv[1:]]),
-        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        on_progress=progress.add,
     )
     report["head"], report["prompts"]["files"] = source, prompts
     progress.close(f"audit: {len(chosen)} prompts, {progress.tokens} tokens in {progress.elapsed:.0f} s")

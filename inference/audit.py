@@ -28,13 +28,13 @@ from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
-from headway.inference.bench import FORMAT, Prompt, environment, transformers_run
+from headway.inference.bench import Prompt, begin_report, transformers_run
 from headway.inference.chi_square import FEWEST, Cell, p_value, wrong_cells
 from headway.inference.drafter import HeadDrafter, default_policy
 from headway.inference.generate import Request, Result, branches, generate, plain
 from headway.inference.sampling import Settings, gumbel, process_rows
 from headway.inference.target import Target
-from headway.inference.tree import DynamicTree, Policy, check_policy
+from headway.inference.tree import Policy, check_policy
 
 PASS, TIES, FAIL, UNDECIDED = "pass", "near-ties", "fail", "undecided"
 SEEDS = 2
@@ -121,11 +121,7 @@ def audit(
         run.distribution(replace(sampled, max_new_tokens=2, eos_ids=()), answers, draws),
     ]
     return {
-        "format": FORMAT,
-        "target": target.info.name,
-        "revision": target.info.revision,
-        "mode": target.mode,
-        "mode_reason": target.mode_reason,
+        **begin_report(target, command),
         "tree": policy.describe(),
         "settings": {
             "max_new_tokens": max_new_tokens,
@@ -134,8 +130,6 @@ def audit(
             "draws": draws,
             "seed": seed,
         },
-        "environment": environment(target),
-        "command": command,
         "prompts": {"count": len(prompts)},
         "arithmetic": {
             "what": f"gaps of the {BEST} best logits, one stock pass against stock passes of 1 and {run.width} tokens",
@@ -163,7 +157,7 @@ class _Run:
     ) -> None:
         self.target, self.head, self.policy, self.prompts = target, head, policy, prompts
         self.batch_size, self.on_progress = batch_size, on_progress
-        self.width = 1 + (policy.nodes if isinstance(policy, DynamicTree) else len(policy.paths))
+        self.width = policy.nodes
 
     def identity(self, settings: Settings) -> tuple[list[list[int]], dict[str, Any]]:
         """Return the plain answers, and the check that they, the head's and transformers' are the same."""
@@ -235,7 +229,8 @@ class _Run:
         """
         if ours == theirs:
             return []
-        at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+        shared = min(len(ours), len(theirs))
+        at = next((i for i in range(shared) if ours[i] != theirs[i]), None)
         entry: dict[str, Any] = {
             "prompt": number,
             "id": self.prompts[number][0],
@@ -244,10 +239,9 @@ class _Run:
         }
         if at is None:
             # One ended and the other did not.
-            return [{**entry, "position": min(len(ours), len(theirs)), "tokens": None, "best": [], "below": None}]
+            return [{**entry, "position": shared, "tokens": None, "best": [], "below": None}]
         prefix = self.prompts[number][2] + theirs[:at]
-        logits_1V, _ = self.target.own_step(torch.tensor([prefix], device=self.target.device))
-        score_V = process_rows(logits_1V, settings)[0].double()
+        score_V = self._scores(prefix, settings)
         if not settings.greedy:
             every = torch.arange(len(score_V), device=score_V.device)
             score_V = score_V + gumbel(settings.seed, number, len(prefix), every)
@@ -326,8 +320,12 @@ class _Run:
     @torch.inference_mode()
     def _law(self, ids: list[int], settings: Settings) -> Tensor:
         """Return the target's distribution after `ids`, [V] on the CPU, by one stock pass."""
-        logits_1V, _ = self.target.own_step(torch.tensor([ids], device=self.target.device))
-        return process_rows(logits_1V, settings)[0].double().softmax(-1).cpu()
+        return self._scores(ids, settings).softmax(-1).cpu()
+
+    def _scores(self, ids: list[int], settings: Settings) -> Tensor:
+        """Return the target's processed scores [V] after `ids`, by one stock pass."""
+        logits_1NV, _ = self.target.own_pass(ids)
+        return process_rows(logits_1NV[0], settings)[0].double()
 
 
 def _accepted(results: Sequence[Result]) -> int:
@@ -360,20 +358,16 @@ def _judge(check: dict[str, Any], allowed: float) -> dict[str, Any]:
 def _pass_logits(target: Target, ids: list[int], size: int, width: int) -> Tensor | None:
     """Return the stock logits [T, V] that predict ids[size:], read `width` tokens a pass after the first `size`; 0 is in
     one pass. None for a model that hands out no cache."""
-    ids_1N = torch.tensor([ids], device=target.device)
     if width == 0:
-        out = target.model(input_ids=ids_1N[:, :-1], logits_to_keep=len(ids) - size)
-        return out.logits[0, -(len(ids) - size) :].float()
-    logits_1V, cache = target.own_step(ids_1N[:, :size])
-    parts = [logits_1V]
+        return target.own_pass(ids[:-1], keep=len(ids) - size)[0][0].float()
+    logits_1NV, cache = target.own_pass(ids[:size])
+    parts = [logits_1NV[0]]
     for begin in range(size, len(ids) - 1, width):
         if cache is None:
             return None
-        out = target.model(
-            input_ids=ids_1N[:, begin : min(begin + width, len(ids) - 1)], use_cache=True, **{target.cache_kwarg: cache}
-        )
-        cache = getattr(out, target.cache_kwarg, None)
-        parts.append(out.logits[0])
+        new = ids[begin : min(begin + width, len(ids) - 1)]
+        logits_1NV, cache = target.own_pass(new, begin, cache, len(new))
+        parts.append(logits_1NV[0])
     return torch.cat(parts).float()
 
 
@@ -417,9 +411,7 @@ def _most_to_test(
     strength_T = off_T / (2 * bins_T) ** 0.5
     found = [
         ((min(bins, ENOUGH), strength), size)
-        for bins, strength, size in zip(
-            bins_T.tolist(), strength_T.tolist(), range(len(prompt_ids), 1 << 30), strict=False
-        )
+        for size, (bins, strength) in enumerate(zip(bins_T.tolist(), strength_T.tolist(), strict=True), len(prompt_ids))
         if size > 1  # the root, and something before it
     ]
     return max(found, default=((0, 0.0), 0))

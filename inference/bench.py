@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import Policy
-from headway.inference.unfinished import Unfinished
+from headway.inference.unfinished import Unfinished, kept
 
 Prompt = tuple[str, str, list[int]]
 """(id, category, token ids)."""
@@ -90,9 +91,8 @@ def bench(
 
     `lookup` adds transformers' own prompt lookup, `assistant` its assisted generation with that draft model; of these it
     takes one prompt at a time, so larger batches go without, and so does a target that it refuses; `refused` has its words.
-    `economies` turns methods, by name, off where drafting does
-    not pay; without one a method drafts in every round. A group of prompts on which a method fails is counted for
-    none; `errors` holds its words.
+    `economies` turns methods, by name, off where drafting does not pay; without one a method drafts in every round. A group
+    of prompts on which a method fails is counted for none; `errors` holds its words.
 
     After `seconds` no further prompts are begun (the first are); the report counts those that were measured. Ctrl-C
     ends it as if time were up, without the prompts that were under way, once any are measured; `interrupted` says so.
@@ -105,7 +105,7 @@ def bench(
         lookup, assistant = False, None
     runs, clocks, tallies = _methods(target, heads, lookup, assistant, economies or {})
     groups = [numbered[at : at + batch_size] for at in range(0, len(numbered), batch_size)]
-    known, keep = _kept(unfinished)
+    known, keep = kept(unfinished)
     progress = on_progress or (lambda items, tokens: None)
     refused = _warm_up(runs, groups[0], settings)
     for row in refused:
@@ -142,14 +142,8 @@ def bench(
     if not measured:
         raise HeadwayError(f"no prompt was answered by every method; {errors[0]['name']}: {errors[0]['error']}")
     return {
-        "format": FORMAT,
-        "target": target.info.name,
-        "revision": target.info.revision,
-        "mode": target.mode,
-        "mode_reason": target.mode_reason,
+        **begin_report(target, command),
         "settings": {**_plain_settings(settings), "batch_size": batch_size},
-        "environment": environment(target),
-        "command": command,
         "prompts": {
             "count": measured,
             "left_out": len(prompts) - measured,
@@ -163,13 +157,6 @@ def bench(
         "rounds": [tally.round(tallies[PLAIN]) for tally in tallies.values() if tally.times.rounds],
         "answers": [entry for tally in tallies.values() for entry in tally.entries],
     }
-
-
-def _kept(unfinished: Unfinished | None) -> tuple[dict[str, Any], Callable[[str, Any], None]]:
-    """Return the parts that are done, and what keeps another."""
-    if unfinished is None:
-        return {}, lambda part, value: None
-    return dict(unfinished.done), unfinished.keep
 
 
 def _numbered(prompts: Sequence[Prompt]) -> list[tuple[int, Prompt]]:
@@ -290,7 +277,7 @@ def throughput(
     short = replace(settings, max_new_tokens=min(settings.max_new_tokens, WARM_UP_TOKENS))
     run(groups[0], short)
     list(generate(target, [replace(r, settings=short) for r in requests[:batch_size]], batch_size=batch_size))
-    known, keep = _kept(unfinished)
+    known, keep = kept(unfinished)
     seconds = dict.fromkeys((TRANSFORMERS, PLAIN), 0.0)
 
     def part(name: str, method: str, answering: Iterable[tuple[int, list[int]]]) -> dict[int, list[int]]:
@@ -321,11 +308,8 @@ def throughput(
     speed = {name: made[name] / seconds[name] for name in made}
     same = sum(ours[n] == ids for n, ids in answers.items()) / len(answers) if settings.greedy else None
     return {
-        "format": FORMAT,
-        "target": target.info.name,
+        **begin_report(target, command),
         "settings": {**_plain_settings(settings), "batch_size": batch_size},
-        "environment": environment(target),
-        "command": command,
         "prompts": {"count": len(prompts)},
         "rows": [
             {
@@ -362,6 +346,19 @@ def print_throughput(report: dict[str, Any], console: Any = None) -> None:
 
 def _plain_settings(settings: Settings) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()}
+
+
+def begin_report(target: Target, command: str) -> dict[str, Any]:
+    """Return what every report begins with: the target, its mode, the environment, the command."""
+    return {
+        "format": FORMAT,
+        "target": target.info.name,
+        "revision": target.info.revision,
+        "mode": target.mode,
+        "mode_reason": target.mode_reason,
+        "environment": environment(target),
+        "command": command,
+    }
 
 
 def environment(target: Target) -> dict[str, Any]:
@@ -497,8 +494,7 @@ def _percentile(values: Sequence[float], share: float) -> float:
 def _gaps(answer: Answer) -> list[float]:
     """Return the seconds each token after the first took; tokens that came together share the time since the last."""
     gaps = []
-    # Each arrival with the next: the last has none, so the lengths differ.
-    for (before, _), (now, count) in zip(answer.arrivals, answer.arrivals[1:], strict=False):
+    for (before, _), (now, count) in pairwise(answer.arrivals):
         gaps += [(now - before) / count] * count
     return gaps
 

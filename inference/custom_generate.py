@@ -15,7 +15,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
+from headway.inference.drafter import Drafter
 from headway.inference.generate import Request, generate
+from headway.inference.generation_config import eos_ids
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import Policy
@@ -29,7 +31,7 @@ REFUSED = {
 
 
 def headway_generate(
-    target: Target, head: Head | None = None, policy: Policy | None = None, streamer: Any = None
+    target: Target, head: Head | Drafter | None = None, policy: Policy | None = None, streamer: Any = None
 ) -> Callable[..., Tensor]:
     """Return what `target.model.generate(**inputs, custom_generate=...)` takes; without a head it decodes plainly.
 
@@ -64,7 +66,7 @@ def headway_generate(
                 max_new_tokens=config.max_length - T,
                 temperature=1.0 if config.do_sample else 0.0,  # its temperature is among the processors
                 seed=seed,
-                eos_ids=_ids(config.eos_token_id),
+                eos_ids=eos_ids(config.eos_token_id),
                 processors=(_in_batch(b, B, front, logits_processor),),
             )
             requests.append(Request(ids[padding:], settings, id=b, key=b, ends=_ends(front, stopping_criteria)))
@@ -126,13 +128,7 @@ def _check(
         raise HeadwayError(f"a streamer shows one answer, {len(input_ids)} prompts were given; give one")
 
 
-def _ids(eos: Any) -> tuple[int, ...]:
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-
-
 def _pad(config: GenerationConfig) -> int:
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
-    return next(iter(_ids(config.eos_token_id)), 0)
+    return next(iter(eos_ids(config.eos_token_id)), 0)

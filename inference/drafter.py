@@ -64,7 +64,7 @@ class Ask:
 
 
 class Drafter:
-    """Base of all drafters. What it knows of the rows is in the state that it returns, never in itself."""
+    """Base of all drafters. What it knows of a row is in the state that it returns, never in itself."""
 
     taps: tuple[Tap, ...] = ()
     """Target layers whose features it reads."""
@@ -108,10 +108,8 @@ class HeadDrafter(Drafter):
         self.taps = head.config.taps
 
     def fit(self, target: Target) -> HeadDrafter:
-        """Return itself, or the chain of its depth."""
-        if target.mode != "tree" and not self.policy.is_chain:
-            return HeadDrafter(self.head, chain(self.policy.depth))
-        return self
+        """Return it with its tree, or the chain of the tree's depth."""
+        return HeadDrafter(self.head, verifiable(self.policy, target))
 
     def describe(self) -> str:
         """Return the policy's text."""
@@ -136,6 +134,11 @@ class HeadDrafter(Drafter):
     def join_rows(self, state: State, other: State) -> State:
         """Ask the head."""
         return self.head.join_rows(state, other)
+
+
+def verifiable(policy: Policy, target: Target) -> Policy:
+    """Return the policy as a target can verify it: a chain of its depth, where the target takes no trees."""
+    return policy if target.mode == "tree" or policy.is_chain else chain(policy.depth)
 
 
 def default_policy(head: Head) -> Policy:

@@ -21,8 +21,8 @@ PLAIN_ROUNDS = 2
 """Plain rounds that are timed before the first judgement."""
 WAIT, LONGEST_WAIT = 64, 1024
 """Plain rounds before drafting is tried again; doubled each time that it does not pay."""
-STOP, RESUME = 0.97, 1.0
-"""Drafting stops below the one and goes on above the other."""
+STOP = 0.97
+"""Drafting stops where it gives less than that share of plain decoding's tokens per second."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Economy:
         if self._last == now:
             (known.drafted_seconds if drafted else known.plain_seconds).append(seconds)
         self._last = now
-        if drafted and len(known.tokens) == known.tokens.maxlen and known.on and self.gain(rows) >= RESUME:
+        if drafted and len(known.tokens) == known.tokens.maxlen and known.on and self.gain(rows) >= 1:
             known.wait = WAIT
 
     def gain(self, rows: int) -> float:

@@ -4,10 +4,10 @@ Letters: B rows, T prompt positions, N tree nodes, F tap width, V vocabulary.
 
 A round, for every row at once:
 
-    draft    the head proposes a tree below the root (the newest committed token)
+    draft    a drafter, a head mostly, proposes a tree below the root (the newest committed token)
     verify   the target runs root and tree in one pass
     accept   a rule keeps a path and emits one more token
-    commit   the cache keeps the path; the head absorbs the new features; the last emitted token is the next root
+    commit   the cache keeps the path; the drafter is given it, with the features; the last emitted token is the next root
 """
 
 from __future__ import annotations
@@ -130,17 +130,15 @@ def check(target: Target, request: Request) -> None:
 @torch.inference_mode()
 def _plain_tokens(target: Target, row: _Row) -> Iterator[int]:
     """Emit the row's tokens, and yield each."""
-    key = row.request.key
-    ids = torch.tensor([row.history], device=target.device)
-    cache: Any = None
+    tokens, cache = row.history, None
     while True:
-        logits_BV, cache = target.own_step(ids, len(row.history) - ids.shape[1], cache)
-        score = process(logits_BV[0], row.settings, row.history)
-        yield from row.emit([choose(score, row.settings, key, len(row.history))])
+        logits_1NV, cache = target.own_pass(tokens, len(row.history) - len(tokens), cache)
+        score = process(logits_1NV[0, -1], row.settings, row.history)
+        yield from row.emit([choose(score, row.settings, row.request.key, len(row.history))])
         if row.finish_reason:
             return
         # A model that hands out no cache reads everything again.
-        ids = torch.tensor([row.emitted[-1:] if cache is not None else row.history], device=target.device)
+        tokens = row.emitted[-1:] if cache is not None else row.history
 
 
 def generate(

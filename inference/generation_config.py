@@ -80,7 +80,7 @@ def settings_of(config: GenerationConfig, target: Target, prompt_ids: list[int])
     shared: dict[str, Any] = {
         "max_new_tokens": prepared.max_length - len(prompt_ids),
         "seed": int(torch.randint(2**31, ())),
-        "eos_ids": _ids(prepared.eos_token_id),
+        "eos_ids": eos_ids(prepared.eos_token_id),
         "stop": _strings(prepared.stop_strings),
     }
     if shared["max_new_tokens"] < 1:
@@ -157,10 +157,11 @@ def _as_processor(processors: LogitsProcessorList) -> Processor:
     return process
 
 
-def _ids(eos: int | list[int] | None) -> tuple[int, ...]:
+def eos_ids(eos: int | list[int] | None) -> tuple[int, ...]:
+    """Return the end ids of a config's `eos_token_id`: one, several or none."""
     if eos is None:
         return ()
-    return (eos,) if isinstance(eos, int) else tuple(eos)
+    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
 
 
 def _strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -224,33 +224,49 @@ def _show(stream: Stream, request: Request, streamer: Any) -> None:
         streamer.end()
 
 
-class _Text:
-    """Makes chunks of the pieces that the engine gives, and the result of the last one."""
+class _Reading:
+    """What both kinds of stream are: pieces of the engine, made chunks, and the result of the last one."""
+
+    _job: Job
 
     def __init__(self, target: Target, settings: Settings) -> None:
         eos = target.eos_ids if settings.eos_ids is None else settings.eos_ids
-        self.text = None if target.tokenizer is None else TextStream(target.tokenizer, eos, settings.stop)
+        self._text = None if target.tokenizer is None else TextStream(target.tokenizer, eos, settings.stop)
+        self._over = False
         self.result: Result | None = None
+        """The whole answer; None before the last chunk is read and the end seen, and after an early close."""
 
-    def chunk(self, piece: Piece, request: Request) -> Chunk | None:
-        """Return the piece as a chunk, None where there is nothing to show. Raises the error that it is."""
+    def _chunk(self, piece: Piece | None) -> Chunk | None:
+        """Return the piece as a chunk, None where there is nothing to show: None is a stream that was closed. Raises the
+        error that it is."""
+        if piece is None:
+            return None
         if isinstance(piece, BaseException):
             raise piece
         if isinstance(piece, Result):
-            rest = "" if self.text is None else self.text.finish()
-            text = None if self.text is None else self.text.text
-            self.result = replace(piece, id=request.id, text=text)
+            self._over = True
+            rest = "" if self._text is None else self._text.finish()
+            text = None if self._text is None else self._text.text
+            self.result = replace(piece, id=self._job.request.id, text=text)
             return Chunk([], rest) if rest else None
-        return Chunk(piece, "" if self.text is None else self.text.feed(piece))
+        return Chunk(piece, "" if self._text is None else self._text.feed(piece))
+
+    def _end(self) -> None:
+        self._over = True
+        self._job.cancel()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_job"):
+            self._job.cancel()
 
 
-class Stream(Iterator[Chunk]):
+class Stream(_Reading, Iterator[Chunk]):
     """The chunks of an answer, and when they are all read its `result`. Made by `Generator.stream`."""
 
     def __init__(self, generator: Generator, request: Request, *, submit: bool = True) -> None:
-        self._text = _Text(generator.target, request.settings)
-        pieces: SimpleQueue[Piece | None] = SimpleQueue()  # None: closed
-        self._pieces, self._job, self._over = pieces, Job(request, pieces.put), False
+        super().__init__(generator.target, request.settings)
+        pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._pieces, self._job = pieces, Job(request, pieces.put)
         if submit:
             generator._engine.submit([self._job])
 
@@ -261,28 +277,20 @@ class Stream(Iterator[Chunk]):
         generator._engine.submit([stream._job for stream in streams])
         return streams
 
-    @property
-    def result(self) -> Result | None:
-        """The whole answer; None before the last chunk is read and the end seen, and after an early `close`."""
-        return self._text.result
-
     def __next__(self) -> Chunk:
         while not self._over:
             try:
-                piece = self._pieces.get()
-                chunk = None if piece is None else self._text.chunk(piece, self._job.request)
+                chunk = self._chunk(self._pieces.get())
             except BaseException:
                 self.close()
                 raise
-            self._over = self._over or self.result is not None
             if chunk is not None:
                 return chunk
         raise StopIteration
 
     def close(self) -> None:
         """End the work; what was not read is lost. A thread that waits for a chunk gets the end."""
-        self._over = True
-        self._job.cancel()
+        self._end()
         self._pieces.put(None)
 
     def __enter__(self) -> Stream:
@@ -293,19 +301,14 @@ class Stream(Iterator[Chunk]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_job"):
-            self._job.cancel()
 
-
-class AsyncStream(AsyncIterator[Chunk]):
+class AsyncStream(_Reading, AsyncIterator[Chunk]):
     """The chunks of an answer, and when they are all read its `result`. Made by `Generator.astream`."""
 
     def __init__(self, generator: Generator, request: Request) -> None:
         loop = asyncio.get_running_loop()
-        self._text = _Text(generator.target, request.settings)
+        super().__init__(generator.target, request.settings)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        self._over = False
         pieces = self._pieces
 
         def put(piece: Piece) -> None:
@@ -317,20 +320,13 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._job = job = Job(request, put)
         generator._engine.submit([job])
 
-    @property
-    def result(self) -> Result | None:
-        """The whole answer; None before the last chunk is read and the end seen, and after an early `aclose`."""
-        return self._text.result
-
     async def __anext__(self) -> Chunk:
         while not self._over:
             try:
-                piece = await self._pieces.get()
-                chunk = None if piece is None else self._text.chunk(piece, self._job.request)
+                chunk = self._chunk(await self._pieces.get())
             except BaseException:
                 self._close()
                 raise
-            self._over = self._over or self.result is not None
             if chunk is not None:
                 return chunk
         raise StopAsyncIteration
@@ -340,8 +336,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._close()
 
     def _close(self) -> None:
-        self._over = True
-        self._job.cancel()
+        self._end()
         self._pieces.put_nowait(None)
 
     async def __aenter__(self) -> AsyncStream:
@@ -351,7 +346,3 @@ class AsyncStream(AsyncIterator[Chunk]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_job"):
-            self._job.cancel()

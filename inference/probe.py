@@ -94,13 +94,13 @@ def _own_noise(target: Target) -> float:
     """Return how far the model's cached step and its full forward differ: what its dtype cannot resolve."""
     ids = _ids(target, 9)
     want = torch.stack([_truth(target, ids[: n + 1]) for n in range(5, 9)])
-    _, cache = target.own_step(torch.tensor([ids[:5]], device=target.device))
+    _, cache = target.own_pass(ids[:5])
     if cache is None:
         raise ValueError("the model hands out no cache")
     got = []
     for n in range(5, 9):
-        logits_BV, cache = target.own_step(torch.tensor([[ids[n]]], device=target.device), n, cache)
-        got.append(logits_BV[0].float())
+        logits_1NV, cache = target.own_pass([ids[n]], n, cache)
+        got.append(logits_1NV[0, -1].float())
     return float(_relative(torch.stack(got), want).max())
 
 

@@ -82,7 +82,7 @@ class Target:
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
         self.frozen = self._references()
-        self.mode = ""
+        self.mode = ""  # none yet: the probe makes caches
         self.max_positions = usable_positions(_plain_config(self.text_config))
         """Longest context."""
         if mode is not None:
@@ -184,7 +184,7 @@ class Target:
 
     def replay_cache(self, rows: int) -> ReplayCache:
         """Return an empty cache for `rows` rows of chains, of the model's own making."""
-        return ReplayCache(self._own_pass, rows)
+        return ReplayCache(self._replayed, rows)
 
     def tap_width(self, taps: Sequence[Tap]) -> int:
         """Return F, the width of the concatenated features."""
@@ -229,30 +229,30 @@ class Target:
             )
         return Output(out.logits, torch.cat(captured, dim=-1) if taps else None)
 
-    def own_step(self, token_BN: Tensor, start: int = 0, cache: Any = None) -> tuple[Tensor, Any]:
-        """Run the stock model on its own cache, the first token at position `start`; return the logits of the last token
-        [B, V] and the cache, None where the model hands out none."""
+    def own_pass(
+        self, tokens: list[int], start: int = 0, cache: Any = None, keep: int | Tensor = 1
+    ) -> tuple[Tensor, Any]:
+        """Run the stock model on its own cache, the first token at position `start`; return the logits [1, n, V] of the
+        tokens that `keep` names, as a model takes `logits_to_keep`, and the cache, None where the model hands out none."""
         kwargs: dict[str, Any] = {} if cache is None else {self.cache_kwarg: cache}
         if self._takes_positions:
-            # As `model.generate` does: some models that are not told begin again at 0 in each step.
-            positions_N = torch.arange(start, start + token_BN.shape[1], device=token_BN.device)
-            kwargs["position_ids"] = positions_N.expand(token_BN.shape[0], -1)
-        out = self.model(input_ids=token_BN, use_cache=True, logits_to_keep=1, **kwargs)
-        return out.logits[:, -1], getattr(out, self.cache_kwarg, None)
+            # As `model.generate` does: some models that are not told begin again at 0 in each pass.
+            at_N = torch.arange(start, start + len(tokens), device=self.device)
+            kwargs["position_ids"] = at_N[None].clamp(max=self.max_positions - 1)
+        ids = torch.tensor([tokens], device=self.device)
+        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=keep, **kwargs)
+        logits = out.logits[:, -keep:] if isinstance(keep, int) else out.logits  # some give all
+        return logits, getattr(out, self.cache_kwarg, None)
 
-    def _own_pass(
+    def _replayed(
         self, tokens: list[int], start: int, cache: Any, keep: int, taps: Sequence[Tap]
     ) -> tuple[Tensor, Tensor | None, Any]:
-        """Run the stock model on its own cache, as ReplayCache asks."""
-        kwargs: dict[str, Any] = {} if cache is None else {self.cache_kwarg: cache}
-        ids = torch.tensor([tokens], device=self.device)
-        at_N = torch.arange(start, start + len(tokens), device=self.device)
-        if self._takes_positions:
-            kwargs["position_ids"] = at_N[None].clamp(max=self.max_positions - 1)
-        wanted_K = torch.arange(len(tokens) - keep, len(tokens), device=self.device)
+        """Run the model on its own cache as ReplayCache asks: with features, on packed weights."""
+        # Told a number, some models run their upper layers on the last tokens only; taps need all tokens.
+        wanted = torch.arange(len(tokens) - keep, len(tokens), device=self.device) if taps else keep
         with self._capture(taps) as captured, self.packed:
-            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=wanted_K, **kwargs)
-        return out.logits, torch.cat(captured, dim=-1) if taps else None, getattr(out, self.cache_kwarg, None)
+            logits, cache = self.own_pass(tokens, start, cache, wanted)
+        return logits, torch.cat(captured, dim=-1) if taps else None, cache
 
     @torch.no_grad()
     def features(self, token_BT: Tensor, length_B: Tensor, taps: Sequence[Tap]) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import OFF, DynamicTree, Policy, StaticTree, Tree, chain, parse_policy, static_from_hits
-from headway.inference.unfinished import Unfinished
+from headway.inference.unfinished import Unfinished, kept
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 PLAIN_TOKENS = 16
@@ -129,7 +129,8 @@ def tune(
     on_progress: Callable[[int, int], None] = lambda items, tokens: None,
     unfinished: Unfinished | None = None,
 ) -> dict[str, Any]:
-    """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it.
+    """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it. In plain and
+    replay mode, where nothing is measured, {policy, reason}.
 
     Times are medians in milliseconds at batch 1 with `context` cached tokens. After `seconds` no further prompt is
     answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Answers that `unfinished`
@@ -200,13 +201,12 @@ def _record(
     unfinished: Unfinished | None,
 ) -> tuple[Recording, Times]:
     """Answer the calibration prompts with the wide tree; return its rounds and where their time went."""
-    recording, times = Recording(), Times()
+    recording, times, (done, keep) = Recording(), Times(), kept(unfinished)
     settings, begin = Settings(max_new_tokens=max_new_tokens), perf_counter()
     for i, ids in enumerate(prompts):
-        known = None if unfinished is None else unfinished.done.get(str(i))
-        if known is not None:
-            recording.extend(Recording.read(known["rounds"]))
-            times.add(Times(**known["times"]))
+        if str(i) in done:
+            recording.extend(Recording.read(done[str(i)]["rounds"]))
+            times.add(Times(**done[str(i)]["times"]))
             continue
         if recording.paths and seconds is not None and perf_counter() - begin > seconds:
             break
@@ -218,8 +218,7 @@ def _record(
         )
         recording.extend(answer)
         times.add(clock)
-        if unfinished is not None:
-            unfinished.keep(str(i), {"rounds": answer.plain(), "times": asdict(clock)})
+        keep(str(i), {"rounds": answer.plain(), "times": asdict(clock)})
         on_progress(1, 0)
     return recording, times
 

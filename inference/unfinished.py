@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,13 @@ class Unfinished:
         for path in folder.glob("*.jsonl"):
             if OURS.fullmatch(path.name) and time.time() - path.stat().st_mtime > KEPT_SECONDS:
                 path.unlink(missing_ok=True)
+
+
+def kept(unfinished: Unfinished | None) -> tuple[dict[str, Any], Callable[[str, Any], None]]:
+    """Return the parts that are done, and what keeps another; none and nothing where nothing is to be kept."""
+    if unfinished is None:
+        return {}, lambda part, value: None
+    return dict(unfinished.done), unfinished.keep
 
 
 def file_identity(path: Path | str) -> list[Any]:

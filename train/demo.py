@@ -155,7 +155,7 @@ def _tune(target: Target, head: Head, prompts: list[list[int]], folder: Path, se
         head,
         prompts,
         seconds=seconds,
-        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        on_progress=progress.add,
         unfinished=unfinished,
     )
     save_policy(folder, target, report)
@@ -184,7 +184,7 @@ def _bench(target: Target, heads: dict[str, Any], folder: Path, seconds: float) 
         prompts,
         Settings(max_new_tokens=BENCH_TOKENS),
         seconds=seconds,
-        on_progress=lambda items, tokens: progress.add(items=items, tokens=tokens),
+        on_progress=progress.add,
         unfinished=unfinished,
     )
     count = report["prompts"]["count"]

@@ -61,17 +61,18 @@ def evaluate_accepted_length(
     """
     from headway.inference.generate import Request, generate
     from headway.inference.sampling import Settings
+    from headway.inference.unfinished import kept
 
     settings = Settings(max_new_tokens=max_new_tokens)
     numbers = [f"{part}{i}" for i in range(len(prompts))]
-    known = {} if unfinished is None else {n: unfinished.done[n] for n in numbers if n in unfinished.done}
+    done, keep = kept(unfinished)
+    known = {n: done[n] for n in numbers if n in done}
     requests = [Request(ids, settings, id=n) for n, ids in zip(numbers, prompts, strict=True) if n not in known]
     training = head.training
     head.eval()
     for result in generate(target, requests, head=head, policy=policy, batch_size=batch_size):
         known[result.id] = sum(result.accepted_per_round), result.rounds
-        if unfinished is not None:
-            unfinished.keep(result.id, known[result.id])
+        keep(result.id, known[result.id])
         if stop():
             break
     head.train(training)

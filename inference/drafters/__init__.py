@@ -1,1 +1,1 @@
-"""What proposes trees: a head, and what needs no training."""
+"""Drafters that need no training; the one that a head makes is in `headway.inference.drafter`."""

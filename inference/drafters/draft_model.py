@@ -18,7 +18,7 @@ from headway.heads.common.protocol import Frontier
 from headway.heads.common.protocol import State as AnyState
 from headway.inference.cache import SlotCache
 from headway.inference.draft import grow
-from headway.inference.drafter import Ask, Committed, Drafter
+from headway.inference.drafter import Ask, Committed, Drafter, verifiable
 from headway.inference.target import Target
 from headway.inference.tree import Policy, Tree, chain
 
@@ -47,12 +47,11 @@ class ModelDrafter(Drafter):
             raise HeadwayError(
                 f"{model.info.name} cannot draft: it runs in {model.mode} mode ({model.mode_reason}); use another model"
             )
-        policy = policy if policy is not None else chain(4)
         self.targets = (model,)
-        self.model, self.policy = model, policy if model.mode == "tree" or policy.is_chain else chain(policy.depth)
+        self.model, self.policy = model, verifiable(policy if policy is not None else chain(4), model)
 
     def fit(self, target: Target) -> ModelDrafter:
-        """Return itself, or the chain of its depth. Raises HeadwayError for another tokenizer or device."""
+        """Return it with its tree, or the chain of the tree's depth. Raises HeadwayError for another tokenizer or device."""
         ours, theirs = self.model.tokenizer, target.tokenizer
         if ours is not None and theirs is not None:
             same = ours.get_vocab() == theirs.get_vocab()
@@ -67,9 +66,7 @@ class ModelDrafter(Drafter):
             raise HeadwayError(
                 f"the draft model is on {self.model.device}, the target on {target.device}; load both on one device"
             )
-        if target.mode != "tree" and not self.policy.is_chain:
-            return ModelDrafter(self.model, chain(self.policy.depth))
-        return self
+        return ModelDrafter(self.model, verifiable(self.policy, target))
 
     def describe(self) -> str:
         """Return the policy's text."""

@@ -49,7 +49,8 @@ class NgramDrafter(Drafter):
                 f"longest={longest}, shortest={shortest}"
             )
         self.depth, self.longest, self.shortest = depth, longest, shortest
-        # [right, tried] of each depth, by the tokens that matched. A guess depends on it, an answer never does.
+        # [right, tried] of each depth, by the tokens that matched, over all rows there were. Guesses depend on it; an answer
+        # does under typical acceptance only, where it depends on the guesses.
         self._seen = {n: [[0.0, 0.0] for _ in range(depth)] for n in range(shortest, longest + 1)}
 
     def fit(self, target: Target) -> NgramDrafter:

@@ -154,7 +154,7 @@ def test_features_of_rounds_that_did_not_draft_reach_the_head(twelve: Target) ->
 
 
 def test_a_head_that_is_never_right_is_turned_off(twelve: Target) -> None:
-    """Timed for real: a wide tree of a random head on a tiny model costs more than it gives."""
+    """A drafted round is said to last two plain ones; the tree of a random head gains nothing."""
 
     class Slow(Economy):
         def count(self, rows: int, drafted: bool, tokens: Any, seconds: float) -> None:
