@@ -45,13 +45,25 @@ def grouped_attention(
         )
     G = H // K
     mask = attention_mask
-    if mask is not None and T > 1:
-        mask = mask.repeat(1, 1, G, 1)  # query row g * T + t of a key head is query t of its g-th head
+    if mask is not None and T > 1 and G > 1:
+        mask = _repeated(mask, G)
     grouped = query.reshape(B, K, G * T, d)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     # Not a view: some kernels return the axes of heads and queries swapped in memory. Contiguous, as stock functions have
     # it, for models that view it.
     return out.reshape(B, H, T, -1).transpose(1, 2).contiguous(), None
+
+
+def _repeated(mask: Tensor, times: int) -> Tensor:
+    """Return the mask of grouped queries: query row g * T + t of a key head is query t of its g-th head.
+
+    All layers of a pass are given one mask; it is repeated once for them, and kept on it.
+    """
+    known = mask.__dict__.get("_headway_repeated")
+    if known is None or known[0] != times:
+        known = mask.__dict__["_headway_repeated"] = (times, mask.repeat(1, 1, times, 1))
+    repeated: Tensor = known[1]
+    return repeated
 
 
 AttentionInterface.register(NAME, grouped_attention)

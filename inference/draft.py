@@ -19,7 +19,7 @@ from torch import Tensor
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frontier, State
 from headway.inference.sampling import Settings, noise_of, noise_words
-from headway.inference.tree import DynamicTree, Policy, StaticTree, Template, Tree, template
+from headway.inference.tree import DynamicTree, Shape, StaticTree, Template, Tree, template
 
 _layouts: dict[StaticTree, Template] = {}
 
@@ -65,7 +65,7 @@ def _draws(settings: Settings) -> bool:
 
 
 @torch.inference_mode()
-def grow(head: Steps, state: State, policy: Policy, root_B: Tensor, draws: Draws | None = None) -> tuple[Tree, State]:
+def grow(head: Steps, state: State, policy: Shape, root_B: Tensor, draws: Draws | None = None) -> tuple[Tree, State]:
     """Return the candidate tree of each row under `policy`, and the head's state after drafting.
 
     `root_B` holds each row's newest committed token. The draft's own entries in the state are not committed: the next

@@ -16,7 +16,7 @@ from headway.heads.common.protocol import Context, Head, State, Tap
 from headway.inference.draft import Draws, grow
 from headway.inference.packed import pack
 from headway.inference.target import Target
-from headway.inference.tree import OFF, Policy, Tree, chain, check_policy
+from headway.inference.tree import OFF, ByRows, Policy, Tree, chain, check_policy, each_shape
 
 
 @dataclass
@@ -32,23 +32,36 @@ class Committed:
     tap_BTF: Tensor | None
     """Features of the drafter's taps; None where it has none."""
 
-    @staticmethod
-    def joined(parts: list[Committed]) -> Committed:
-        """Return parts that follow one another as one. None of them has padding."""
-        taps = [part.tap_BTF for part in parts if part.tap_BTF is not None]
+    def row(self, b: int) -> Committed:
+        """Return one row, without its padding."""
+        count = self.count_B[b]
         return Committed(
-            torch.cat([part.token_BT for part in parts], 1),
-            torch.cat([part.next_BT for part in parts], 1),
-            torch.cat([part.position_BT for part in parts], 1),
-            [sum(counts) for counts in zip(*(part.count_B for part in parts), strict=True)],
-            torch.cat(taps, 1) if taps else None,
+            self.token_BT[b : b + 1, :count],
+            self.next_BT[b : b + 1, :count],
+            self.position_BT[b : b + 1, :count],
+            [count],
+            None if self.tap_BTF is None else self.tap_BTF[b : b + 1, :count],
         )
 
-    def rows(self, kept: list[int]) -> Committed:
-        """Return the given rows alone."""
-        tap_BTF = None if self.tap_BTF is None else self.tap_BTF[kept]
-        count = [self.count_B[b] for b in kept]
-        return Committed(self.token_BT[kept], self.next_BT[kept], self.position_BT[kept], count, tap_BTF)
+    @staticmethod
+    def of_rows(rows: list[list[Committed]]) -> Committed:
+        """Return rows as one, each given as its parts, which follow one another and have no padding."""
+        count = [sum(part.count_B[0] for part in parts) for parts in rows]
+        width = max(count)
+
+        def padded(row: list[Tensor]) -> Tensor:
+            whole_1T = torch.cat(row, 1)
+            short = width - whole_1T.shape[1]
+            return torch.cat([whole_1T, whole_1T.new_zeros(1, short, *whole_1T.shape[2:])], 1) if short else whole_1T
+
+        taps = [[part.tap_BTF for part in parts if part.tap_BTF is not None] for parts in rows]
+        return Committed(
+            torch.cat([padded([part.token_BT for part in parts]) for parts in rows]),
+            torch.cat([padded([part.next_BT for part in parts]) for parts in rows]),
+            torch.cat([padded([part.position_BT for part in parts]) for parts in rows]),
+            count,
+            torch.cat([padded(row) for row in taps]) if all(taps) else None,
+        )
 
 
 @dataclass
@@ -61,6 +74,8 @@ class Ask:
     """Prompt and answer of each row so far, the root last. Not to be changed."""
     draws: Draws | None = None
     """The noise under which the target's tokens will be drawn, where there is any."""
+    by_rows: bool = True
+    """Whether the shape may depend on the number of rows. Not where acceptance is lossy and the answer on the shape."""
 
 
 class Drafter:
@@ -124,8 +139,11 @@ class HeadDrafter(Drafter):
 
     def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
         """Grow the policy's tree."""
+        shape = self.policy
+        if isinstance(shape, ByRows):
+            shape = shape.of(len(ask.root_B) if ask.by_rows else 1)
         with pack(self.head):
-            return grow(self.head, state, self.policy, ask.root_B, ask.draws)
+            return grow(self.head, state, shape, ask.root_B, ask.draws)
 
     def select_rows(self, state: State, kept: list[int]) -> State:
         """Ask the head."""
@@ -137,8 +155,10 @@ class HeadDrafter(Drafter):
 
 
 def verifiable(policy: Policy, target: Target) -> Policy:
-    """Return the policy as a target can verify it: a chain of its depth, where the target takes no trees."""
-    return policy if target.mode == "tree" or policy.is_chain else chain(policy.depth)
+    """Return the policy as a target can verify it: chains of its depths, where the target takes no trees."""
+    if target.mode == "tree" or policy.is_chain:
+        return policy
+    return each_shape(policy, lambda shape: shape if shape.is_chain else chain(shape.depth))
 
 
 def default_policy(head: Head) -> Policy:

@@ -223,13 +223,14 @@ def branches(
     batch = _Batch(target, drafter, None, None, None, ())
     list(batch.admit([Request(before, replace(longer, eos_ids=(), stop=(), processors=(only_root,)))]))
     assert batch.cache is not None, "the context has room for a token"
+    batch._catch_up()
     wide = target.new_cache(len(keys), capacity=batch.cache.slots.capacity)
     wide.slots.append_rows(batch.cache.slots, [0] * len(keys))
     batch.cache, copies = wide, 1
     while copies < len(keys):
         batch.state = drafter.join_rows(batch.state, deepcopy(batch.state))
         copies *= 2
-    batch.state = drafter.select_rows(batch.state, list(range(len(keys))))
+    batch.state, batch.read = drafter.select_rows(batch.state, list(range(len(keys)))), len(keys)
     batch.rows = [_Row(Request(before, longer, id=n, key=key), target) for n, key in enumerate(keys)]
     for row in batch.rows:
         row.emit([root])
@@ -240,8 +241,8 @@ def branches(
     return [answers[n] for n in range(len(keys))]
 
 
-MOST_BEHIND = 256
-"""Tokens a drafter may be behind while it does not draft; their features are kept for it."""
+MOST_BEHIND = 8192
+"""Tokens of all rows that a drafter may be behind while it does not draft; their features are kept for it."""
 PREFILL_TOKENS = 2048
 """Most prompt tokens prefilled in one pass."""
 PASS_TOKENS = {"cpu": 24, "cuda": 256}
@@ -304,6 +305,8 @@ class _Row:
         self.emitted: list[int] = []
         self.accepted: list[int] = []
         self.features: list[Tensor] = []
+        self.behind: list[Committed] = []
+        self.behind_tokens = 0
         self.finish_reason = ""
         self.eos = frozenset(target.eos_ids if self.settings.eos_ids is None else self.settings.eos_ids)
         self.tokenizer = target.tokenizer
@@ -358,7 +361,12 @@ class _Row:
 
 
 class _Batch:
-    """Rows in flight, their cache and the drafter's state; row b of each belongs to rows[b]."""
+    """Rows in flight, their cache and the drafter's state; row b of each belongs to rows[b].
+
+    What is committed while nothing is drafted, a prompt too, waits in its row until something is: then the drafter reads it
+    in one pass, and where drafting does not pay nothing is read at all. The state has the first `read` rows; rows after them
+    are new to the drafter.
+    """
 
     def __init__(
         self,
@@ -371,8 +379,6 @@ class _Batch:
         economy: Economy | None = None,
     ) -> None:
         self.target, self.drafter, self.economy = target, drafter, economy
-        # What was committed in rounds that did not draft, one token per row each; the drafter gets it before it drafts.
-        self.behind: list[Committed] = []
         self.record = bool(record)
         self.observe = observe or (lambda tree, paths: None)
         self.on_tokens = on_tokens or (lambda request, tokens: None)
@@ -381,6 +387,7 @@ class _Batch:
         self.rows: list[_Row] = []
         self.cache: SlotCache | None = None
         self.state: State = None
+        self.read = 0
         # A prompt, its cache and what was recorded of it, for what the next ones share.
         self.prefilled: tuple[list[int], SlotCache, Tensor | None] | None = None
 
@@ -426,16 +433,13 @@ class _Batch:
             self.on_tokens(row.request, first[-1])
         staying = [b for b, row in enumerate(rows) if not row.finish_reason]
         if staying:
-            state = None
+            self._join([rows[b] for b in staying], cache, staying)
             if self.drafter is not None:
                 next_BT = token_BT.roll(-1, dims=1)
                 next_BT[torch.arange(count, device=device), torch.tensor(size_B, device=device) - 1] = torch.tensor(
                     [tokens[0] for tokens in first], device=device
                 )
-                state = self.drafter.start(Committed(token_BT, next_BT, position_BT, size_B, out.tap_BNF), None, count)
-                if len(staying) < count:
-                    state = self.drafter.select_rows(state, staying)
-            self._join([rows[b] for b in staying], cache, staying, state)
+                self._later(Committed(token_BT, next_BT, position_BT, size_B, out.tap_BNF), rows)
         yield from (row.result() for row in rows if row.finish_reason)
 
     def _shared_prefix(self, requests: list[Request]) -> int:
@@ -457,15 +461,12 @@ class _Batch:
             shared = min(shared, same)
         return shared
 
-    def _join(self, rows: list[_Row], cache: SlotCache, kept: list[int], state: State) -> None:
+    def _join(self, rows: list[_Row], cache: SlotCache, kept: list[int]) -> None:
         if self.cache is None:
             cache.slots.keep_rows(kept)
-            self.cache, self.state = cache, state
+            self.cache = cache
         else:
             self.cache.slots.append_rows(cache.slots, kept)
-            if self.drafter is not None:
-                self._catch_up()
-                self.state = self.drafter.join_rows(self.state, state)
         self.rows += rows
 
     @torch.inference_mode()
@@ -473,19 +474,21 @@ class _Batch:
         """Draft, verify, accept, commit; yield the rows that ended."""
         target, drafter, cache = self.target, self.drafter, self.cache
         assert cache is not None
-        began = perf_counter()
-        begin = self._now()
         root_B = torch.tensor([row.emitted[-1] for row in self.rows], device=target.device)
         # Under typical acceptance the answer depends on what is drafted: there the clock has no say.
         lossy = any(row.settings.accept == "typical" and not row.settings.greedy for row in self.rows)
         drafting = drafter is not None and (self.economy is None or lossy or self.economy.drafts(len(self.rows)))
+        if drafting and self.read < len(self.rows):
+            self._catch_up()  # prompts are no part of a round
+        began = perf_counter()
+        begin = self._now()
         if drafter is not None and drafting:
             self._catch_up()
             histories = [row.history for row in self.rows]
             draws = Draws.of(
                 [row.settings for row in self.rows], [row.request.key for row in self.rows], list(map(len, histories))
             )
-            tree, self.state = drafter.propose(self.state, Ask(root_B, histories, draws))
+            tree, self.state = drafter.propose(self.state, Ask(root_B, histories, draws, by_rows=not lossy))
             # A drafter's vocabulary may be padded beyond the target's; any other id is a wrong guess as well.
             tree.token_BN = tree.token_BN.clamp(0, target.info.vocab_size - 1)
         else:
@@ -512,15 +515,13 @@ class _Batch:
             if drafting:
                 self.state = drafter.start(committed, self.state, len(paths))
             else:
-                self.behind.append(committed)
-                if len(self.behind) >= MOST_BEHIND:
-                    self._catch_up()
+                self._later(committed, self.rows)
             absorb = self._now() - before
-        rows = len(self.rows)
         if done:
             self._drop(done)
         if self.economy is not None and drafter is not None and not lossy:
-            self.economy.count(rows, drafting, [len(tokens) for tokens in emitted], perf_counter() - began)
+            gained, nodes = [len(tokens) for tokens in emitted], tree.token_BN.shape[1]
+            self.economy.count(len(paths), drafting, nodes > 1, gained, perf_counter() - began)
         times = self.times
         times.draft += drafted - begin + absorb
         times.verify += verified - drafted
@@ -580,12 +581,33 @@ class _Batch:
                 walks[b] = walked
         return [path for path, _ in walks], [emitted for _, emitted in walks]
 
+    def _later(self, committed: Committed, rows: list[_Row]) -> None:
+        """Keep what was committed until the drafter drafts, or is too far behind."""
+        for b, row in enumerate(rows):
+            if not row.finish_reason:
+                row.behind.append(committed.row(b))
+                row.behind_tokens += committed.count_B[b]
+        if sum(row.behind_tokens for row in self.rows) >= MOST_BEHIND:
+            self._catch_up()
+
     def _catch_up(self) -> None:
-        """Give the drafter what was committed while it did not draft."""
-        if self.behind and self.drafter is not None:
-            whole = Committed.joined(self.behind)
-            self.state = self.drafter.start(whole, self.state, whole.token_BT.shape[0])
-        self.behind = []
+        """Give the drafter what was committed while it did not draft, and the rows that are new to it."""
+        known, new = self.rows[: self.read], self.rows[self.read :]
+        if any(row.behind for row in known):
+            self.state = self._started(known, self.state)
+        if new:
+            assert self.drafter is not None
+            state = self._started(new, None)
+            self.state = self.drafter.join_rows(self.state, state) if known else state
+            self.read = len(self.rows)
+
+    def _started(self, rows: list[_Row], state: State) -> State:
+        """Return the drafter's state after what these rows had waiting."""
+        assert self.drafter is not None
+        committed = Committed.of_rows([row.behind for row in rows])
+        for row in rows:
+            row.behind, row.behind_tokens = [], 0
+        return self.drafter.start(committed, state, len(rows))
 
     def _committed(
         self,
@@ -609,15 +631,23 @@ class _Batch:
         return Committed(tree.token_BN.gather(1, path_BT), next_BT, position_BT, count, tap_BTF)
 
     def _drop(self, done: list[int]) -> None:
-        count = len(self.rows) - len(done)
-        # The last rows fill the holes: far fewer keys and values are moved than when all rows close up.
-        last = iter([b for b in range(count, len(self.rows)) if b not in done])
-        kept = [next(last) if b in done else b for b in range(count)]
+        known = [b for b in range(self.read) if b not in done]
+        new = [b for b in range(self.read, len(self.rows)) if b not in done]
+        kept = _closed_up(known, 0) + _closed_up(new, len(known))
         self.rows = [self.rows[b] for b in kept]
         if not kept:
-            self.cache, self.state, self.behind = None, None, []
+            self.cache, self.state, self.read = None, None, 0
             return
-        self.behind = [committed.rows(kept) for committed in self.behind]
         self.cache.slots.keep_rows(kept)  # type: ignore[union-attr]
-        if self.drafter is not None:
-            self.state = self.drafter.select_rows(self.state, kept)
+        if self.drafter is not None and len(known) < self.read:
+            self.state = self.drafter.select_rows(self.state, kept[: len(known)]) if known else None
+        self.read = len(known)
+
+
+def _closed_up(places: list[int], begin: int) -> list[int]:
+    """Return the places, ascending, in the order in which they fill `begin`, `begin` + 1, ...: those that lie there stay, and
+    the last fill the holes. Far fewer keys and values are moved than when all close up."""
+    end = begin + len(places)
+    last = iter([place for place in places if place >= end])
+    there = set(places)
+    return [place if place in there else next(last) for place in range(begin, end)]

@@ -8,7 +8,9 @@ the root has -1; parents come before children. A node's depth is its distance fr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -124,9 +126,64 @@ class DynamicTree:
         return f"dynamic:depth={self.depth},top_k={self.top_k},nodes={self.nodes}"
 
 
-Policy = StaticTree | DynamicTree
+Shape = StaticTree | DynamicTree
 OFF = StaticTree(())
 """No draft: every round commits one token."""
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A shape for each number of rows that are decoded together: the more rows, the dearer every node.
+
+    `shapes` holds (rows, shape); a shape is for that many rows and fewer, down to the entry before it; the last also for more.
+    """
+
+    shapes: tuple[tuple[int, Shape], ...]
+
+    def __post_init__(self) -> None:
+        rows = [count for count, _ in self.shapes]
+        if not rows or rows[0] < 1 or rows != sorted(set(rows)):
+            raise HeadwayError(f"trees by rows need ascending numbers of rows from 1 on, each once; got {rows}")
+
+    def of(self, rows: int) -> Shape:
+        """Return the shape for that many rows."""
+        return at_least(dict(self.shapes), rows)
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest."""
+        return max(shape.depth for _, shape in self.shapes)
+
+    @property
+    def nodes(self) -> int:
+        """Of the largest."""
+        return max(shape.nodes for _, shape in self.shapes)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether all are chains."""
+        return all(shape.is_chain for _, shape in self.shapes)
+
+    def describe(self) -> str:
+        """Return the short text that `parse_policy` takes."""
+        return " ".join(f"{rows}={shape.describe()}" for rows, shape in self.shapes)
+
+
+Policy = Shape | ByRows
+Priced = TypeVar("Priced")
+
+
+def at_least(table: Mapping[int, Priced], rows: int) -> Priced:
+    """Return the entry of the least number of rows that is not below `rows`, or of the largest there is."""
+    return table[min((count for count in table if count >= rows), default=max(table))]
+
+
+def each_shape(policy: Policy, change: Callable[[Shape], Shape]) -> Policy:
+    """Return the policy with every shape changed; one for all rows where they are then alike."""
+    if not isinstance(policy, ByRows):
+        return change(policy)
+    shapes = tuple((rows, change(shape)) for rows, shape in policy.shapes)
+    return shapes[0][1] if len({shape for _, shape in shapes}) == 1 else ByRows(shapes)
 
 
 def chain(depth: int) -> StaticTree:
@@ -203,10 +260,19 @@ def check_policy(policy: Policy, max_depth: int | None) -> None:
 
 
 def parse_policy(text: str) -> Policy:
-    """Return the policy that a text names: `off`, `chain:4`, `dynamic:depth=4,top_k=4,nodes=12`, `static:0/1/0.0/0.1`.
+    """Return the policy that a text names: `off`, `chain:4`, `dynamic:depth=4,top_k=4,nodes=12`, `static:0/1/0.0/0.1`, or
+    several by rows, `1=chain:4 4=chain:1 8=off`.
 
     In `static`, paths are separated by `/` and ranks by `.`. Raises HeadwayError for anything else.
     """
+    words = text.split()
+    numbered = [(rows, shape) for rows, _, shape in (word.partition("=") for word in words) if rows.isdigit()]
+    if words and len(numbered) == len(words):
+        return ByRows(tuple((int(rows), _parse_shape(shape)) for rows, shape in numbered))
+    return _parse_shape(text)
+
+
+def _parse_shape(text: str) -> Shape:
     kind, _, rest = text.strip().partition(":")
     try:
         if kind == "off" and not rest:
@@ -225,4 +291,7 @@ def parse_policy(text: str) -> Policy:
     raise HeadwayError(f"unknown tree {text!r}; {_TREES}")
 
 
-_TREES = "use off, chain:4, dynamic:depth=4,top_k=4,nodes=12 or static:0/1/0.0 (paths of ranks)"
+_TREES = (
+    "use off, chain:4, dynamic:depth=4,top_k=4,nodes=12 or static:0/1/0.0 (paths of ranks), or a tree for each number of rows, "
+    "'1=chain:4 4=chain:1 8=off'"
+)
