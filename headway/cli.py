@@ -195,7 +195,7 @@ def generate_command(
     if source is not None:
         loaded_head = load_head(source, loaded, other_target=other_target)
         policy = policy if policy is not None else inputs.saved_tree(source, loaded)
-    economy = None if source is None else inputs.economy(source, loaded, tree)
+    economy = inputs.economy(source, loaded, tree) if source is not None or kind else None
     if kind:
         loaded_head = inputs.make_drafter(kind, rest, loaded, loaded_head, policy, device)
     _answer(loaded, ids, settings, loaded_head, policy, economy, as_json)
@@ -324,9 +324,8 @@ def bench_command(
         )
         for name, source in inputs.head_names(sources).items()
     }
-    asked = {name: inputs.economy(source, loaded, tree) for name, source in inputs.head_names(sources).items()}
-    economies = {name: economy for name, economy in asked.items() if economy is not None}
     methods, assistant = inputs.bench_methods(loaded, heads, drafts, device)
+    economies = inputs.bench_economies(loaded, methods, sources, drafts, tree)
     if drafts and sizes[-1] > 1:
         print(
             "headway: transformers drafts for one prompt at a time; larger batches have no row of it", file=sys.stderr
@@ -473,6 +472,7 @@ def eval_command(
     from headway.inference.drafter import HeadDrafter, default_policy
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
+    from headway.inference.tree import ByRows
 
     inputs.quiet()
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
@@ -487,6 +487,8 @@ def eval_command(
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
     loaded_head = load_head(source, loaded, other_target=other_target)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
+    if isinstance(policy, ByRows):
+        policy = policy.of(1)  # accepted lengths do not depend on how many prompts are answered at once
     policy = HeadDrafter(loaded_head, policy).fit(loaded).policy
     what = {"max_new_tokens": max_new_tokens, "batch": batch, "tree": policy.describe()}
     unfinished = inputs.unfinished("eval", loaded, [source], chosen, what)
@@ -838,7 +840,13 @@ def _show_tuning(report: dict[str, Any]) -> None:
     for row in report["candidates"][:6]:
         ratio = row["tokens_per_ms"] * report["plain_ms"]
         best.add_row(row["policy"], f"{row['accepted_length']:.2f}", f"{row['round_ms']:.1f}", f"{ratio:.2f}")
-    for table in (costs, best):
+    together = Table(box=SIMPLE, padding=(0, 0, 0, 1), title="the fastest tree by the answers made at once")
+    for title in ("at once", "tree", "accepted", "x plain"):
+        together.add_column(title, justify="left" if title == "tree" else "right", no_wrap=True)
+    for count, found in {"1": report, **report["rows"]}.items():
+        expected = (f"{found[f'expected_{key}']:.2f}" for key in ("accepted_length", "ratio_vs_plain"))
+        together.add_row(count, found["policy"], *expected)
+    for table in (costs, best, together):
         Console().print(table)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,16 +288,27 @@ def parse_tree(text: str | None) -> Policy | None:
     return None if text in (None, "auto") else parse_policy(text or "")
 
 
-def economy(source: str, target: Target, tree: str | None) -> Economy | None:
-    """Return what turns a head off where drafting does not pay; None where a tree was asked for by name, which then drafts
-    in every round."""
+def economy(source: str | None, target: Target, tree: str | None) -> Economy | None:
+    """Return what turns a head, or a drafter without one, off where drafting does not pay; None where a tree was asked for by
+    name, which then drafts in every round."""
     from headway.heads.common.checkpoint import head_folder
     from headway.inference.economy import Economy
-    from headway.inference.tune import load_ratio
+    from headway.inference.tune import load_tuned
 
     if tree not in (None, "auto"):
         return None
-    return Economy(load_ratio(head_folder(source), target.dtype, str(target.device)))
+    tuned = load_tuned(head_folder(source), target.dtype, str(target.device)) if source is not None else None
+    return Economy(tuned.prices if tuned is not None else None)
+
+
+def bench_economies(
+    target: Target, methods: Iterable[str], heads: Sequence[str], drafts: Sequence[tuple[str, str]], tree: str | None
+) -> dict[str, Economy]:
+    """Return the economies of the methods that `bench_methods` gave: heads in their order, then drafts. A hybrid's begins with
+    the prices of the first head."""
+    of_drafts = [heads[0] if kind == "hybrid" else None for kind, _ in drafts]
+    asked = {name: economy(source, target, tree) for name, source in zip(methods, [*heads, *of_drafts], strict=True)}
+    return {name: economy for name, economy in asked.items() if economy is not None}
 
 
 def parse_drafts(texts: Sequence[str]) -> list[tuple[str, str]]:
@@ -355,12 +366,14 @@ def bench_methods(
 
 
 def saved_tree(source: str, target: Target) -> Policy | None:
-    """Return the tree tuned for a head on this device and dtype, which lies beside it as tree.json; None without one."""
+    """Return the trees tuned for a head on this device and dtype, which lie beside it as tree.json: those that draft, for an
+    economy to turn off where they do not pay. None without any."""
     from headway.heads.common.checkpoint import head_folder
-    from headway.inference.tune import load_policy, read_policies
+    from headway.inference.tune import load_tuned, read_policies
 
     folder = head_folder(source)
-    policy = load_policy(folder, target.dtype, str(target.device))
+    tuned = load_tuned(folder, target.dtype, str(target.device))
+    policy = tuned.drafting if tuned is not None else None
     known = sorted(read_policies(folder))
     if policy is None and known:
         here = f"{target.device.type} {str(target.dtype).removeprefix('torch.')}"

@@ -16,7 +16,7 @@ from headway.heads.common.protocol import Context, Head, State, Tap
 from headway.inference.draft import Draws, grow
 from headway.inference.packed import pack
 from headway.inference.target import Target
-from headway.inference.tree import OFF, ByRows, Policy, Tree, chain, check_policy, each_shape
+from headway.inference.tree import OFF, ByRows, Policy, Shape, Tree, chain, check_policy, each_shape
 
 
 @dataclass
@@ -76,6 +76,10 @@ class Ask:
     """The noise under which the target's tokens will be drawn, where there is any."""
     by_rows: bool = True
     """Whether the shape may depend on the number of rows. Not where acceptance is lossy and the answer on the shape."""
+
+    def shape(self, policy: Policy) -> Shape:
+        """Return the policy's shape for these rows."""
+        return policy.of(len(self.histories) if self.by_rows else 1) if isinstance(policy, ByRows) else policy
 
 
 class Drafter:
@@ -139,11 +143,8 @@ class HeadDrafter(Drafter):
 
     def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
         """Grow the policy's tree."""
-        shape = self.policy
-        if isinstance(shape, ByRows):
-            shape = shape.of(len(ask.root_B) if ask.by_rows else 1)
         with pack(self.head):
-            return grow(self.head, state, shape, ask.root_B, ask.draws)
+            return grow(self.head, state, ask.shape(self.policy), ask.root_B, ask.draws)
 
     def select_rows(self, state: State, kept: list[int]) -> State:
         """Ask the head."""

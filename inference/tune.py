@@ -7,13 +7,16 @@ with one wide tree, where in the head's own ranking the accepted nodes stood. Be
 depth D is a part of the wide one, the recording tells the accepted length of every smaller tree at once. The tree of the
 highest (1 + accepted) / (T(N) + C(D)) is taken; chains, static trees made from the recorded hits of each rank, and no draft
 at all are among the candidates.
+
+The costs are measured for several numbers of rows, and each has a tree of its own: where T(rows x N) grows with N as it does on a
+busy machine, small trees win, and then none.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -26,13 +29,28 @@ from torch import Tensor
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.drafter import Ask, Committed, HeadDrafter, default_policy
+from headway.inference.economy import Price
 from headway.inference.generate import Request, Times, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import OFF, DynamicTree, Policy, StaticTree, Tree, chain, parse_policy, static_from_hits
+from headway.inference.tree import (
+    OFF,
+    ByRows,
+    DynamicTree,
+    Policy,
+    StaticTree,
+    Tree,
+    chain,
+    each_shape,
+    parse_policy,
+    static_from_hits,
+)
 from headway.inference.unfinished import Unfinished, kept
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
+ROWS = (1, 2, 4, 8, 16)
+MOST_TOKENS = 64
+"""Of all rows of a pass that is measured with more rows than one."""
 PLAIN_TOKENS = 16
 FILE = "tree.json"
 
@@ -125,14 +143,16 @@ def tune(
     max_new_tokens: int = 64,
     context: int = 200,
     repeats: int = 7,
+    rows: Sequence[int] = ROWS,
     seconds: float | None = None,
     on_progress: Callable[[int, int], None] = lambda items, tokens: None,
     unfinished: Unfinished | None = None,
 ) -> dict[str, Any]:
-    """Return {policy, expected ..., costs ..., candidates ...}: the fastest tree and the measurements behind it. In plain and
-    replay mode, where nothing is measured, {policy, reason}.
+    """Return {policy, expected ..., costs ..., candidates ..., rows}: the fastest tree of one row and the measurements behind
+    it, and under `rows` the same for each other number of rows, as text. In plain and replay mode, where nothing is measured,
+    {policy, reason}.
 
-    Times are medians in milliseconds at batch 1 with `context` cached tokens. After `seconds` no further prompt is
+    Times are medians in milliseconds with `context` cached tokens in each row. After `seconds` no further prompt is
     answered (one is). `on_progress(answers, tokens)` is called as calibration answers are made. Answers that `unfinished`
     holds are not made again; costs always are measured. Raises HeadwayError without prompts.
     """
@@ -148,45 +168,83 @@ def tune(
     recording, times = _record(target, head, wide, prompts, max_new_tokens, seconds, on_progress, unfinished)
     without = Times()  # rounds without a head have their accepting and committing too
     list(generate(target, [Request(prompts[0], Settings(max_new_tokens=PLAIN_TOKENS))], times=without))
-    verify = measure_verify(target, context, repeats, head)
-    tree_draft = {
-        d: measure_draft(target, head, DynamicTree(d, top_k, wide.nodes), context, repeats) for d in range(1, depth + 1)
-    }
-    chain_draft = {d: measure_draft(target, head, chain(d), context, repeats) for d in range(1, depth + 1)}
     rest, plain_rest = (1e3 * t.other / max(1, t.rounds) for t in (times, without))
+    one = _costs(target, head, wide, context, repeats, 1)
     # Timed alone, a draft finds its weights in the processor's cache; between target passes it does not. The recording
     # run tells by how much that matters.
-    cold = max(
-        1.0, 1e3 * times.draft / max(1, times.rounds) / (tree_draft if target.mode == "tree" else chain_draft)[depth]
+    measured = (one.tree if target.mode == "tree" else one.chain)[depth]
+    cold = max(1.0, 1e3 * times.draft / max(1, times.rounds) / measured)
+    reports = {}
+    for count in sorted({1, *rows}):
+        costs = one if count == 1 else _costs(target, head, wide, context, max(1, repeats // 2), count)
+        reports[count] = _choose(costs.colder(cold), recording, wide, target.mode == "tree", rest, plain_rest)
+    return {
+        **reports[1],
+        "rounds_recorded": len(recording.paths),
+        "rows": {str(count): report for count, report in reports.items() if count > 1},
+    }
+
+
+@dataclass
+class _Costs:
+    """Milliseconds: of the target by tokens of each row, of a draft by depth, of trees and of chains."""
+
+    verify: dict[int, float]
+    tree: dict[int, float]
+    chain: dict[int, float]
+
+    def colder(self, times: float) -> _Costs:
+        """Return the costs with dearer drafts."""
+        tree, chain = ({d: times * ms for d, ms in draft.items()} for draft in (self.tree, self.chain))
+        return _Costs(self.verify, tree, chain)
+
+
+def _costs(target: Target, head: Head, wide: DynamicTree, context: int, repeats: int, rows: int) -> _Costs:
+    """Measure what passes and drafts of that many rows cost; with several rows, drafts as deep as the trees may be."""
+    widths = [n for n in WIDTHS if rows == 1 or n <= max(2, MOST_TOKENS // rows)]
+    depths = range(1, min(wide.depth, max(widths) - 1) + 1)
+    return _Costs(
+        measure_verify(target, context, repeats, head, rows, widths),
+        {
+            d: measure_draft(target, head, DynamicTree(d, wide.top_k, wide.nodes), context, repeats, rows)
+            for d in depths
+        },
+        {d: measure_draft(target, head, chain(d), context, repeats, rows) for d in depths},
     )
-    tree_draft = {d: cold * ms for d, ms in tree_draft.items()}
-    chain_draft = {d: cold * ms for d, ms in chain_draft.items()}
+
+
+def _choose(
+    costs: _Costs, recording: Recording, wide: DynamicTree, trees: bool, rest: float, plain_rest: float
+) -> dict[str, Any]:
+    """Return the fastest tree at these costs, what it is expected to give, and the best of the others."""
+    verify, widest = costs.verify, max(costs.verify)
     plain_ms = verify[1] + plain_rest
     rows = [_candidate(OFF, 0.0, plain_ms)]
-    for d in range(1, depth + 1):
-        rows.append(_candidate(chain(d), recording.accepted_chain(d), _at(verify, d + 1) + chain_draft[d] + rest))
-        for n in WIDTHS:
-            if target.mode == "tree" and n > d + 1:
-                cost = verify[n] + tree_draft[d] + rest
-                rows.append(_candidate(DynamicTree(d, top_k, n), recording.accepted(n, d), cost))
-    if target.mode == "tree":
-        hits_DR = recording.hits(depth, top_k)
-        for n in WIDTHS:
-            static = static_from_hits(hits_DR, n)
-            if not static.is_chain:
-                cost = _at(verify, static.nodes) + tree_draft[static.depth] + rest
-                rows.append(_candidate(static, recording.accepted_static(static), cost))
-    best = max(rows, key=lambda row: row["tokens_per_ms"])
+    for d in costs.chain:
+        if d < widest:
+            cost = _at(verify, d + 1) + costs.chain[d] + rest
+            rows.append(_candidate(chain(d), recording.accepted_chain(d), cost))
+        for n in verify:
+            if trees and n > d + 1:
+                cost = verify[n] + costs.tree[d] + rest
+                rows.append(_candidate(DynamicTree(d, wide.top_k, n), recording.accepted(n, d), cost))
+    hits_DR = recording.hits(wide.depth, wide.top_k)
+    for n in verify:
+        static = static_from_hits(hits_DR, n)
+        if trees and not static.is_chain and static.depth in costs.tree:
+            cost = _at(verify, static.nodes) + costs.tree[static.depth] + rest
+            rows.append(_candidate(static, recording.accepted_static(static), cost))
+    rows.sort(key=lambda row: -row["tokens_per_ms"])
+    best = rows[0]
     return {
         "policy": best["policy"],
         "expected_accepted_length": best["accepted_length"],
         "expected_ratio_vs_plain": round(best["tokens_per_ms"] * plain_ms, 3),
         "verify_ms": verify,
-        "draft_tree_ms": tree_draft,
-        "draft_chain_ms": chain_draft,
+        "draft_tree_ms": costs.tree,
+        "draft_chain_ms": costs.chain,
         "plain_ms": plain_ms,
-        "rounds_recorded": len(recording.paths),
-        "candidates": sorted(rows, key=lambda row: -row["tokens_per_ms"])[:12],
+        "candidates": rows[:12],
     }
 
 
@@ -242,18 +300,26 @@ def _at(cost: dict[int, float], n: int) -> float:
 
 
 @torch.inference_mode()
-def measure_verify(target: Target, context: int, repeats: int, head: Head | None = None) -> dict[int, float]:
-    """Return the median milliseconds of a target pass over N new tokens, for each of WIDTHS, after `context` tokens.
+def measure_verify(
+    target: Target,
+    context: int,
+    repeats: int,
+    head: Head | None = None,
+    rows: int = 1,
+    widths: Sequence[int] = WIDTHS,
+) -> dict[int, float]:
+    """Return the median milliseconds of a target pass over N new tokens of each row, for each of `widths`, after `context`
+    tokens.
 
     A pass is timed after another of its width, as rounds follow one another.
     """
-    cache = target.new_cache(1, context + max(WIDTHS) + 1)
+    cache = target.new_cache(rows, context + max(widths) + 1)
     taps = head.config.taps if head is not None else ()
     _run(target, cache, context, taps)
-    cache.slots.commit([list(range(context))])
-    seconds: dict[int, list[float]] = {n: [] for n in WIDTHS}
+    cache.slots.commit([list(range(context))] * rows)
+    seconds: dict[int, list[float]] = {n: [] for n in widths}
     for repeat in range(repeats + 1):
-        for n in WIDTHS:  # widths in turn, so that a slow spell of the machine falls on all of them
+        for n in widths:  # widths in turn, so that a slow spell of the machine falls on all of them
             _run(target, cache, n, taps)
             begin = perf_counter()
             _run(target, cache, n, taps)
@@ -263,26 +329,27 @@ def measure_verify(target: Target, context: int, repeats: int, head: Head | None
 
 
 def _run(target: Target, cache: Any, n: int, taps: Any) -> None:
-    token_1N = torch.arange(n, device=target.device)[None] % target.info.num_tokens
-    position_1N = cache.slots.length[0] + torch.arange(n, device=target.device)[None]
-    causal = torch.ones(1, n, n, dtype=torch.bool, device=target.device).tril()
-    target.forward(token_1N, position_1N, causal, cache, taps=taps).logits_BNV[0, 0, 0].item()
+    rows, at_N = cache.slots.rows, torch.arange(n, device=target.device)
+    token_BN = (at_N % target.info.num_tokens).expand(rows, -1)
+    position_BN = (cache.slots.length[0] + at_N).expand(rows, -1)
+    causal = torch.ones(n, n, dtype=torch.bool, device=target.device).tril().expand(rows, -1, -1)
+    target.forward(token_BN, position_BN, causal, cache, taps=taps).logits_BNV[0, 0, 0].item()
 
 
 @torch.inference_mode()
-def measure_draft(target: Target, head: Head, policy: Policy, context: int, repeats: int) -> float:
-    """Return the median milliseconds of absorbing two committed tokens and drafting a tree."""
+def measure_draft(target: Target, head: Head, policy: Policy, context: int, repeats: int, rows: int = 1) -> float:
+    """Return the median milliseconds of absorbing two committed tokens of each row and drafting a tree."""
     device, dtype = target.device, target.dtype
     drafter, width = HeadDrafter(head, policy), target.tap_width(head.config.taps)
 
     def take(state: Any, count: int, at: int) -> Any:
-        tap = torch.randn(1, count, width, device=device).to(dtype)
-        position = torch.arange(at, at + count, device=device)[None]
-        token = torch.ones(1, count, dtype=torch.long, device=device)
-        return drafter.start(Committed(token, token, position, [count], tap), state, 1)
+        tap = torch.randn(rows, count, width, device=device).to(dtype)
+        position = torch.arange(at, at + count, device=device).expand(rows, -1)
+        token = torch.ones(rows, count, dtype=torch.long, device=device)
+        return drafter.start(Committed(token, token, position, [count] * rows, tap), state, rows)
 
     state = take(None, context, 0)
-    ask = Ask(torch.ones(1, dtype=torch.long, device=device), [[1]])
+    ask = Ask(torch.ones(rows, dtype=torch.long, device=device), [[1]] * rows)
     seconds = []
     for repeat in range(repeats + 1):
         begin = perf_counter()
@@ -317,25 +384,54 @@ def read_policies(folder: Path | str) -> dict[str, Any]:
     return known
 
 
-def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
-    """Return the tree tuned for this device and dtype, or None when there is none. Raises HeadwayError for a broken file."""
+@dataclass(frozen=True)
+class Tuned:
+    """What `headway tune` found for a head on one device and dtype."""
+
+    best: Policy
+    """The fastest tree of each number of rows, `off` where drafting does not pay."""
+    drafting: Policy
+    """The fastest tree that drafts: what an Economy turns off and on."""
+    prices: dict[int, Price]
+    """Of `drafting`, by number of rows."""
+
+
+def load_tuned(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Tuned | None:
+    """Return what was tuned for this device and dtype, or None when nothing was. Raises HeadwayError for a broken file."""
     report = read_policies(folder).get(_key(str(dtype), device))
+    if not report:
+        return None
     try:
-        return parse_policy(report["policy"]) if report else None
-    except (KeyError, AttributeError, TypeError) as e:
+        reports = {1: report} | {int(rows): more for rows, more in report.get("rows", {}).items()}
+        best = {rows: parse_policy(each["policy"]) for rows, each in reports.items()}
+        drafts = {rows: _drafting(each) for rows, each in reports.items()}
+        prices = {
+            rows: Price(row["round_ms"] / reports[rows]["plain_ms"], row["accepted_length"])
+            for rows, row in drafts.items()
+            if row is not None
+        }
+        trees = {rows: parse_policy(row["policy"]) for rows, row in drafts.items() if row is not None}
+        return Tuned(_by_rows(best), _by_rows(trees or best), prices)
+    except (HeadwayError, KeyError, AttributeError, TypeError, ValueError) as e:
         raise HeadwayError(
             f"{Path(folder) / FILE} is broken ({type(e).__name__}: {e}); delete it and tune again, or give --tree"
         ) from e
 
 
-def load_ratio(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> float | None:
-    """Return how many plain rounds a round of the tuned tree lasts, as measured when it was tuned; None without a file
-    that says so."""
-    report = read_policies(folder).get(_key(str(dtype), device))
-    if not isinstance(report, dict) or "plain_ms" not in report:
-        return None
-    rounds = {row["policy"]: row["round_ms"] for row in report.get("candidates", ())}
-    return rounds[report["policy"]] / report["plain_ms"] if report["policy"] in rounds else None
+def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
+    """Return the trees tuned for this device and dtype, or None when there are none. Raises HeadwayError for a broken file."""
+    tuned = load_tuned(folder, dtype, device)
+    return tuned.best if tuned is not None else None
+
+
+def _drafting(report: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fastest candidate that drafts; None where none was measured."""
+    rows = [row for row in report.get("candidates", ()) if row["policy"] != OFF.describe()]
+    return max(rows, key=lambda row: row["tokens_per_ms"], default=None)
+
+
+def _by_rows(shapes: dict[int, Policy]) -> Policy:
+    return each_shape(ByRows(tuple(sorted(shapes.items()))), lambda shape: shape)  # type: ignore[arg-type]
 
 
 def _key(dtype: str, device: str) -> str:

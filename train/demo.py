@@ -154,6 +154,7 @@ def _tune(target: Target, head: Head, prompts: list[list[int]], folder: Path, se
         target,
         head,
         prompts,
+        rows=(1,),  # which is what is measured next
         seconds=seconds,
         on_progress=progress.add,
         unfinished=unfinished,

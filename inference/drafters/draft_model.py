@@ -90,7 +90,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
         """Grow the policy's tree."""
-        return grow(self, state, self.policy, ask.root_B, ask.draws)
+        return grow(self, state, ask.shape(self.policy), ask.root_B, ask.draws)
 
     def step(self, state: State, frontier: Frontier) -> tuple[Tensor, State]:
         """Return logits [B, N, V] of the children of each frontier node, as a head's `step` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,20 @@ from torch import Tensor
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frontier, Frozen, Head, HeadConfig, TargetInfo
 from headway.inference.draft import grow
-from headway.inference.tree import DynamicTree, StaticTree, Tree, chain, check_policy, parse_policy, static_from_hits
-from tests.inference.helpers import BINARY3, answer, encode, random_head
+from headway.inference.generate import Request, generate
+from headway.inference.sampling import Settings
+from headway.inference.tree import (
+    OFF,
+    ByRows,
+    DynamicTree,
+    StaticTree,
+    Tree,
+    chain,
+    check_policy,
+    parse_policy,
+    static_from_hits,
+)
+from tests.inference.helpers import BINARY3, answer, encode, hf_greedy, random_head
 from tests.tiny import llama4, target
 
 TOY = TargetInfo(name="toy", model_type="toy", hidden_size=1, vocab_size=7, num_tokens=7, num_layers=1)
@@ -180,6 +193,11 @@ def test_parse_policy(text: str, policy: Any) -> None:
         "chain:2.5",
         "off:3",
         "dynamic:depth=0",
+        "1=tree",
+        "1=chain:2 chain:1",
+        "2=chain:2 1=chain:1",
+        "0=chain:1",
+        "1=chain:1 1=off",
         "dynamic:depth",
         "dynamic:width=3",
         "dynamic:nodes=1",
@@ -193,6 +211,32 @@ def test_parse_policy_refuses(text: str) -> None:
     with pytest.raises(HeadwayError) as caught:
         parse_policy(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tree_for_each_number_of_rows() -> None:
+    by_rows = parse_policy("1=dynamic:depth=2,top_k=2,nodes=5 2=chain:1 4=off")
+    assert isinstance(by_rows, ByRows)
+    assert [by_rows.of(rows) for rows in (1, 2, 3, 4, 9)] == [DynamicTree(2, 2, 5), chain(1), OFF, OFF, OFF]
+    assert (by_rows.depth, by_rows.nodes, by_rows.is_chain) == (2, 5, False)
+    t = target(llama4())
+    head = random_head("medusa", t, num_heads=3)
+    seen: dict[int, set[int]] = {}
+    sizes = lambda tree, paths: seen.setdefault(len(paths), set()).add(tree.token_BN.shape[1])  # noqa: E731
+    requests = [Request(encode(text), Settings(max_new_tokens=n, eos_ids=()), id=text) for text, n in LENGTHS.items()]
+    found = generate(t, requests, head=head, policy=by_rows, batch_size=4, observe=sizes)
+    for result in found:
+        assert result.token_ids == hf_greedy(t.model, encode(result.id), LENGTHS[result.id])
+    assert seen == {4: {1}, 3: {1}, 2: {2}, 1: {5}}
+    # Where acceptance is lossy the answer depends on the tree, which is then that of one row.
+    seen.clear()
+    lossy = [replace(r, settings=replace(r.settings, temperature=0.9, accept="typical")) for r in requests]
+    list(generate(t, lossy, head=head, policy=by_rows, batch_size=4, observe=sizes))
+    assert set().union(*seen.values()) == {5}
+    with pytest.raises(HeadwayError, match="depth 4"):
+        check_policy(parse_policy("1=chain:4 2=chain:1"), 3)
+
+
+LENGTHS = {"a": 6, "bc": 12, "def": 20, "g": 40}
 
 
 @pytest.mark.parametrize("policy", [StaticTree(((0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0))), DynamicTree(depth=4)])

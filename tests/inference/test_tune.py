@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference import tune as tuning
+from headway.inference.economy import Price
 from headway.inference.generate import Request, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import DynamicTree, StaticTree, Tree, static_from_hits
-from headway.inference.tune import Recording, load_policy, save_policy, tune
+from headway.inference.tree import OFF, ByRows, DynamicTree, StaticTree, Tree, chain, parse_policy, static_from_hits
+from headway.inference.tune import Recording, load_policy, load_tuned, save_policy, tune
 from tests.inference.helpers import PROMPTS, encode, random_head
 from tests.tiny import llama4, target
 
@@ -94,7 +98,7 @@ def test_the_best_candidate_is_taken_and_kept(tmp_path, monkeypatch: pytest.Monk
     answers = []
     report = tune(
         loaded, head, [encode(p) for p in PROMPTS], depth=2, top_k=3, max_new_tokens=8, context=8, repeats=1,
-        seconds=0, on_progress=lambda items, tokens: answers.append(items),
+        rows=(1, 2, 3), seconds=0, on_progress=lambda items, tokens: answers.append(items),
     )  # fmt: skip
     assert sum(answers) == 1  # no time: one prompt is answered all the same
     assert report["policy"] == report["candidates"][0]["policy"]
@@ -102,9 +106,34 @@ def test_the_best_candidate_is_taken_and_kept(tmp_path, monkeypatch: pytest.Monk
     save_policy(tmp_path, loaded, report)
     policy = load_policy(tmp_path, loaded.dtype, str(loaded.device))
     assert policy is not None
-    assert policy.describe() == report["policy"]
+    shapes = [policy.of(rows) for rows in (1, 2, 3)] if isinstance(policy, ByRows) else [policy] * 3
+    assert [shape.describe() for shape in shapes] == [r["policy"] for r in (report, *report["rows"].values())]
+    tuned = load_tuned(tmp_path, loaded.dtype, str(loaded.device))
+    assert tuned is not None
+    assert set(tuned.prices) == {1, 2, 3}
+    assert tuned.drafting != OFF
     with pytest.raises(HeadwayError, match="calibration"):
         tune(loaded, head, [])
+
+
+def test_trees_and_prices_by_rows_are_read(tmp_path) -> None:
+    def found(best: str, *rows: tuple[str, float, float]) -> dict[str, Any]:
+        names = ("policy", "accepted_length", "round_ms")
+        listed = [{**dict(zip(names, row, strict=True)), "tokens_per_ms": row[1] / row[2]} for row in rows]
+        return {"policy": best, "plain_ms": 10.0, "candidates": listed}
+
+    many = {"4": found("off", ("off", 1.0, 10.0), ("chain:1", 1.4, 16.0), ("chain:2", 1.5, 20.0))}
+    one = found("chain:3", ("chain:3", 2.0, 12.0), ("off", 1.0, 10.0))
+    (tmp_path / "tree.json").write_text(json.dumps({"cpu float32": {**one, "rows": many}}))
+    tuned = load_tuned(tmp_path, "float32")
+    assert tuned is not None
+    assert tuned.best == parse_policy("1=chain:3 4=off")
+    assert tuned.drafting == parse_policy("1=chain:3 4=chain:1")
+    assert tuned.prices == {1: Price(1.2, 2.0), 4: Price(1.6, 1.4)}
+    (tmp_path / "tree.json").write_text(json.dumps({"cpu float32": one}))  # of one number of rows
+    tuned = load_tuned(tmp_path, "float32")
+    assert tuned is not None
+    assert tuned.best == tuned.drafting == chain(3)
 
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"\xff\xfe\x00", b"[]", b'{"cpu float32": {}, "x": 1}'])
