@@ -325,7 +325,7 @@ def bench_command(
         for name, source in inputs.head_names(sources).items()
     }
     methods, assistant = inputs.bench_methods(loaded, heads, drafts, device)
-    economies = inputs.bench_economies(loaded, methods, sources, drafts, tree)
+    economies = inputs.bench_economies(loaded, methods, list(dict.fromkeys(sources)), drafts, tree)
     if drafts and sizes[-1] > 1:
         print(
             "headway: transformers drafts for one prompt at a time; larger batches have no row of it", file=sys.stderr
