@@ -41,7 +41,7 @@ $(OK): pyproject.toml
 	@touch $@
 
 test: $(OK)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 quality: $(OK)
 	$(BIN)/ruff check

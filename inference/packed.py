@@ -5,6 +5,9 @@ product itself: on a two-core AVX2 machine, an LM head of 49152 x 576 took 38 ms
 Weights that do not change are rearranged once. It costs a second copy of them in memory.
 
 float32 and bfloat16 are packed; bfloat16 only where oneDNN multiplies in it.
+
+Queries, keys and values of one layer are one product: for one token of SmolLM2-135M, in bfloat16 on two cores, 0.10 ms in place of
+0.15.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ SHARE = 0.25
 """Share of the machine's memory that packed copies may take."""
 ROWS = 64
 """Rows the layout is chosen for; measured as good as any from 1 row to 512."""
+TOGETHER = ("q_proj", "k_proj", "v_proj")
+"""Layers of one module that are given the same input."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """Relative difference from the plain product that is taken for rounding."""
 
@@ -34,12 +39,15 @@ class Packed:
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self._together: list[_Together] = []
         self.num_bytes = 0
         linears = [m for m in model.modules() if type(m) is nn.Linear]
         size = sum(m.weight.nbytes for m in linears)
         self.reason = _reason(linears, size)
         if not self.reason:
-            self._forwards = [(m, _packed_forward(m)) for m in linears]
+            self._together = [_Together(group) for group in _groups(model)]
+            joined = {m: together.part(i) for together in self._together for i, m in enumerate(together.modules)}
+            self._forwards = [(m, joined[m] if m in joined else _packed_forward(m)) for m in linears]
             self.num_bytes = size
 
     def __enter__(self) -> None:
@@ -51,6 +59,8 @@ class Packed:
     ) -> None:
         for module, _ in self._forwards:
             module.__dict__.pop("forward", None)
+        for together in self._together:
+            together.clear()
 
 
 _packed: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Packed]] = WeakKeyDictionary()
@@ -92,17 +102,92 @@ def _reason(linears: list[nn.Linear], size: int) -> str:
 
 
 def _packed_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(module.weight.detach(), ROWS)
-    bias = None if module.bias is None else module.bias.detach()
-    product, dtype = torch.ops.mkldnn._linear_pointwise.default, module.weight.dtype
+    multiply, dtype = _product(module.weight, module.bias), module.weight.dtype
 
     def forward(x: Tensor) -> Tensor:
         if x.dtype != dtype:  # under autocast, say
             return nn.functional.linear(x, module.weight, module.bias)
-        out: Tensor = product(x, weight, bias, "none", [], "")
-        return out
+        return multiply(x)
 
     return forward
+
+
+def _product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Return what multiplies with a packed copy of the weight."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+    bias = None if bias is None else bias.detach()
+    product = torch.ops.mkldnn._linear_pointwise.default
+
+    def multiply(x: Tensor) -> Tensor:
+        out: Tensor = product(x, packed, bias, "none", [], "")
+        return out
+
+    return multiply
+
+
+def _groups(model: nn.Module) -> list[list[nn.Linear]]:
+    """Return the layers that are taken together: those of TOGETHER in one module, of one width and with or without a bias."""
+    groups = []
+    for module in model.modules():
+        group = [m for m in (getattr(module, name, None) for name in TOGETHER) if type(m) is nn.Linear]
+        if len(group) == len(TOGETHER) and len({(m.in_features, m.bias is None) for m in group}) == 1:
+            groups.append(group)
+    return groups
+
+
+class _Together:
+    """Linear layers of one input as one product: the first that is called makes it, the others take their parts.
+
+    Where a layer is given something else than the first was, or nothing, all are multiplied by themselves from then on.
+    """
+
+    def __init__(self, modules: list[nn.Linear]) -> None:
+        self.modules = modules
+        self._size = [m.out_features for m in modules]
+        bias = None if modules[0].bias is None else torch.cat([m.bias.detach() for m in modules])
+        self._multiply: Callable[[Tensor], Tensor] | None = _product(
+            torch.cat([m.weight.detach() for m in modules]), bias
+        )
+        self._alone: list[Callable[[Tensor], Tensor]] = []
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = []
+
+    def clear(self) -> None:
+        """Forget the last product."""
+        if any(part is not None for part in self._parts):
+            self._part()
+        self._input, self._parts = None, []
+
+    def part(self, i: int) -> Callable[[Tensor], Tensor]:
+        """Return the forward of the i-th layer."""
+        module = self.modules[i]
+
+        def forward(x: Tensor) -> Tensor:
+            if x.dtype != module.weight.dtype:  # under autocast, say
+                return nn.functional.linear(x, module.weight, module.bias)
+            if self._multiply is not None:
+                taken = self._take(i, x)
+                if taken is not None:
+                    return taken
+                self._part()
+            return self._alone[i](x)
+
+        return forward
+
+    def _take(self, i: int, x: Tensor) -> Tensor | None:
+        """Return the i-th part of the product with x; None where others were not asked for theirs."""
+        if x is not self._input or self._parts[i] is None:
+            if any(part is not None for part in self._parts):
+                return None
+            assert self._multiply is not None
+            self._input, self._parts = x, list(self._multiply(x).split(self._size, dim=-1))
+        out, self._parts[i] = self._parts[i], None
+        return out
+
+    def _part(self) -> None:
+        """Pack each layer by itself."""
+        self._alone = [_packed_forward(m) for m in self.modules]
+        self._multiply, self._input, self._parts = None, None, []
 
 
 def _total_memory() -> int:

@@ -46,6 +46,36 @@ def test_packed_copies_are_the_weights_of_their_own_layer(model: torch.nn.Module
             assert not torch.allclose(module(x), torch.nn.functional.linear(x, module.weight.roll(1, 0)), atol=1e-3)
 
 
+class Projections(torch.nn.Module):
+    """Attention's three products, of inputs that may differ."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(16, n, bias=bias) for n in (24, 8, 8))
+
+    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [m(x) for m, x in zip((self.q_proj, self.k_proj, self.v_proj), inputs, strict=False)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("asked", ["same", "other keys", "queries alone", "twice"])
+def test_queries_keys_and_values_as_one_product(asked: str, bias: bool) -> None:
+    layer = Projections(bias).requires_grad_(False)
+    weights = Packed(layer)
+    if weights.reason:
+        pytest.skip(weights.reason)
+    for _ in range(2):
+        x, other = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
+        inputs = {"same": [x] * 3, "other keys": [x, other, other], "queries alone": [x], "twice": [x] * 3}[asked]
+        with weights:
+            got = layer(*inputs)
+            got = layer(*inputs) if asked == "twice" else got
+        for mine, want in zip(got, layer(*inputs), strict=True):
+            torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-4)
+    # One product while it serves all three.
+    assert (weights._together[0]._multiply is not None) == (asked in ("same", "twice"))
+
+
 def test_bfloat16_is_packed_where_the_processor_has_it() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(64, 48)).bfloat16().requires_grad_(False)
     if pack(layer).reason:
