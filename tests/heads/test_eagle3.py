@@ -68,7 +68,7 @@ def test_both_spellings_of_the_rotary_setting_give_one_draft_rotary():
         assert config.rope["rope_type"] == "llama3"
         assert config.rope["factor"] == 8.0
         head = Head(config, target.frozen)
-        angles.append(head._rotary(torch.zeros(1, 1, 64), torch.arange(300)[None]))
+        angles.append(head.rotary(torch.zeros(1, 1, 64), torch.arange(300)[None]))
         theirs = model.model.rotary_emb(torch.zeros(1, 1, 64), torch.arange(300)[None])
         for ours, other in zip(angles[-1], theirs, strict=True):
             assert torch.equal(ours, other)
@@ -79,8 +79,8 @@ def test_a_cast_does_not_round_the_rotary_frequencies():
     target = tiny.target(tiny.llama4("sdpa"), mode="tree")
     head = Head(Config.for_target(target.info, draft_vocab_size=64), target.frozen)
     position = torch.arange(400)[None]
-    before = head._rotary(torch.zeros(1, 1, 64), position)
-    after = head.to(torch.bfloat16)._rotary(torch.zeros(1, 1, 64), position)
+    before = head.rotary(torch.zeros(1, 1, 64), position)
+    after = head.to(torch.bfloat16).rotary(torch.zeros(1, 1, 64), position)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
