@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headway.heads.common.blocks import ResidualBlock
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import Kind, LMHeads, check_lm_heads
 from headway.heads.common.losses import distil_loss
@@ -54,19 +55,6 @@ class Config(HeadConfig):
     def defaults(cls, info: Any) -> dict[str, Any]:
         """Return a draft vocabulary no larger than the tokenizer."""
         return {"draft_vocab_size": min(cls.draft_vocab_size, info.num_tokens)}
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), zero at the start, so that an untrained head repeats the target's own prediction."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
 
 
 class Head(BaseHead):

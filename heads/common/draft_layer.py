@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from headway.heads.common.blocks import after
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Frontier, HeadConfig, TargetInfo
 from headway.heads.common.slots import Slots, seen_slots
@@ -230,8 +231,7 @@ def unroll(head: Recurrent, feature_BTD: Tensor, token_BT: Tensor, steps: int) -
     first: tuple[Tensor, Tensor] | None = None
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of steps 1..s at each anchor
     for s in range(steps):
-        embed = F.pad(embed_BTD[:, 1 + s :], (0, 0, 0, min(1 + s, T)))[:, :T]
-        residual, inputs = head.fuse(hidden, embed)
+        residual, inputs = head.fuse(hidden, after(embed_BTD, 1 + s))
         q, k, v = head.layer.project(inputs, *head.rotary(hidden, position + s))
         k, v = head.layer.per_query_head(k, v)
         if first is None:

@@ -55,7 +55,7 @@ def test_every_lm_head_of_medusa_learns_and_drafts_what_it_learned(target, lm_he
 
 
 def test_a_shared_lm_head_of_a_target_that_caps_its_logits_is_refused():
-    capped = tiny.target(tiny.build(3, model_type="gemma2", head_dim=16, final_logit_softcapping=1.0), mode="tree")
+    capped = tiny.target(tiny.build(3, model_type="gemma2", head_dim=16, final_logit_softcapping=30.0), mode="tree")
     with pytest.raises(HeadwayError, match="lm_head is shared"):
         small("medusa", capped, lm_head="shared")
     small("medusa", capped, lm_head="own")
