@@ -50,7 +50,7 @@ class LMHeads(nn.ModuleList):
         super().__init__(heads)
         self.frozen = frozen  # no Module
         self.rank = rank
-        self.factor = lm_head_factor(frozen) if kind == "shared" else 1.0
+        self.factor = lm_head_factor(frozen, "head.lm_head is shared", "use draft or own") if kind == "shared" else 1.0
 
     def logits(self, step: int, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of a step from what its LM head reads [..., D]."""
@@ -89,10 +89,10 @@ class LMHeads(nn.ModuleList):
 
 
 @torch.no_grad()
-def lm_head_factor(frozen: Frozen) -> float:
+def lm_head_factor(frozen: Frozen, because: str, remedy: str) -> float:
     """Return f where the target's logits are f times the product of feature and LM head, as training takes them to be.
 
-    Raises HeadwayError for a target that caps or shifts them.
+    Raises HeadwayError, saying why this matters and what else to do, for a target that caps or shifts them.
     """
     weight = frozen.lm_head_weight()
     x = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
@@ -103,6 +103,6 @@ def lm_head_factor(frozen: Frozen) -> float:
     off = max(float(d.norm()) for d in (none, small - want, large / 100 - want))
     if not off <= 0.02 * float(want.norm()):
         raise HeadwayError(
-            f"head.lm_head is shared, but {frozen.info.name} caps or shifts what its LM head gives; use draft or own"
+            f"{because}, but {frozen.info.name} caps or shifts what its LM head gives, which training does not see; {remedy}"
         )
     return factor
