@@ -44,6 +44,12 @@ class Config(LayerConfig):
     """Steps of the training-time test; drafting may go deeper."""
     decay: float = 0.8
     """Step s weighs decay^s in the loss."""
+    fc_norm: bool = False
+    """Norm each tap's feature before fc, so that none is louder than the others (EAGLE-3.1, arXiv 2605.09992)."""
+    norm_output: bool = False
+    """Feed the layer's output back through the final norm, so that it does not grow from step to step (EAGLE-3.1)."""
+    norm_before_residual: bool = False
+    """Begin the residual at the normed feature instead of the raw one, as heads trained by speculators do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +102,8 @@ class Head(BaseHead):
         super().__init__(config, frozen)
         D = config.hidden_size
         self.fc = nn.Linear(len(config.taps) * D, D, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(D, config.rms_norm_eps) for _ in config.taps)
         self.layer = DraftLayer(config, norms=("input_layernorm", "hidden_norm"))
         self.norm = LlamaRMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size or config.vocab_size, bias=False)
@@ -139,11 +147,14 @@ class Head(BaseHead):
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the layer's residual, and its inputs: the token's embedding and the feature, each to be normed."""
-        return hidden_BTD, (embed_BTD, hidden_BTD)
+        residual = (
+            self.layer.get_submodule("hidden_norm")(hidden_BTD) if self.config.norm_before_residual else hidden_BTD
+        )
+        return residual, (embed_BTD, hidden_BTD)
 
     def feed(self, output_BTD: Tensor) -> Tensor:
         """Return what the next step reads in place of the fused features: the layer's own output."""
-        return output_BTD
+        return self.norm(output_BTD) if self.config.norm_output else output_BTD
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over steps s of decay^s times the mean cross-entropy to the target's distribution at t + 1 + s."""
@@ -158,7 +169,11 @@ class Head(BaseHead):
 
     def fuse_taps(self, tap_BTF: Tensor) -> Tensor:
         """Return one feature [B, T, D] from those of the taps."""
-        return self.fc(tap_BTF.to(self.fc.weight.dtype))
+        tap_BTF = tap_BTF.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            parts = tap_BTF.split(self.config.hidden_size, dim=-1)
+            tap_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(tap_BTF)
 
     def start(self, context: Context, state: Drafted | None, rows: int) -> Drafted:
         """Run step 0 over newly committed anchors; keep their keys and values and the newest output of each row."""
