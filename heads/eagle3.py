@@ -20,6 +20,7 @@ from headway.heads.common.draft_layer import (
     LayerConfig,
     Rotary,
     absorb,
+    default_taps,
     expand,
     join_drafted,
     select_drafted,
@@ -80,17 +81,6 @@ class Config(LayerConfig):
                 f"head.draft_vocab_size is {config.draft_vocab_size}, the tokenizer has {info.num_tokens} tokens; use at most that"
             )
         return config
-
-
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Return low, middle and high layers, distinct and valid for shallow targets too.
-
-    Deep targets get [1, L/2 - 1, L - 4] (the outputs that the published [2, L/2, L - 3] name by inputs).
-    """
-    if num_layers >= 8:
-        return (1, num_layers // 2 - 1, num_layers - 4)
-    spread = sorted({0, (num_layers - 1) // 2, num_layers - 1})
-    return tuple(spread)
 
 
 class Head(BaseHead):

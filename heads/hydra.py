@@ -116,9 +116,7 @@ class Head(BaseHead):
         self.lm_heads.warm_start(self.draft_vocab)
         if self.prefix is not None:
             source = self.frozen.layer_weights(self.frozen.info.num_layers - 1)
-            self.prefix.copy_from(source, feature_norm="input_layernorm")
-            self.prefix.o_proj.weight.zero_()
-            self.prefix.mlp.down_proj.weight.zero_()
+            self.prefix.begin_as_identity(source, feature_norm="input_layernorm")
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over s of decay^s times the mean cross-entropy of head s to the target's distribution at t + 1 + s."""

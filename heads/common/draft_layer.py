@@ -65,6 +65,17 @@ class LayerConfig(HeadConfig):
         }
 
 
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return low, middle and high layers, distinct and valid for shallow targets too.
+
+    Deep targets get [1, L/2 - 1, L - 4] (the outputs that the published [2, L/2, L - 3] name by inputs).
+    """
+    if num_layers >= 8:
+        return (1, num_layers // 2 - 1, num_layers - 4)
+    spread = sorted({0, (num_layers - 1) // 2, num_layers - 1})
+    return tuple(spread)
+
+
 def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
     """Return a target's rotary parameters from either spelling of its config; theta 10000 where it has none.
 
@@ -187,6 +198,14 @@ class DraftLayer(nn.Module):
             if weight is not None and weight.shape == (all_inputs.shape[0], D):
                 all_inputs[:, :-D].normal_(std=0.01)
                 all_inputs[:, -D:].copy_(weight)
+
+    @torch.no_grad()
+    def begin_as_identity(self, source: dict[str, Tensor], feature_norm: str) -> None:
+        """As `copy_from`, but with projections out of attention and MLP at zero, so that an untrained layer changes
+        nothing."""
+        self.copy_from(source, feature_norm)
+        self.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
 
 
 class Recurrent(Protocol):
