@@ -9,14 +9,16 @@ not see one another's tokens, so a draft costs one small pass and all nodes of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headway.heads.common.blocks import ResidualBlock
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.lm_heads import Kind, LMHeads, check_lm_heads
 from headway.heads.common.losses import distil_loss
-from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, HeadConfig, LossReport
+from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, HeadConfig, LossReport, module_dtype
 from headway.heads.common.protocol import Head as BaseHead
 
 
@@ -28,9 +30,11 @@ class Config(HeadConfig):
     """Number of future tokens drafted; head k predicts the token k + 2 ahead of its feature."""
     num_layers: int = 1
     """Residual blocks of each head, each with its own weights."""
-    lm_head: Literal["own", "shared", "draft"] = "draft"
+    lm_head: Kind = "draft"
     """`own`: a trained LM head over the target's vocabulary for each head; `shared`: the target's LM head, frozen;
     `draft`: a trained LM head over the draft vocabulary for each head."""
+    rank: int = 0
+    """Rank of each trained LM head; 0 is a full one."""
     draft_vocab_size: int = 8192
     """Words of the draft vocabulary, for lm_head `draft`; 0 elsewhere."""
     decay: float = 0.8
@@ -43,10 +47,7 @@ class Config(HeadConfig):
             )
         if len(self.taps) != 1:
             raise HeadwayError(f"medusa reads one tap, got {list(self.taps)}; set head.taps to ['last'] or one layer")
-        if self.lm_head not in ("own", "shared", "draft"):
-            raise HeadwayError(f"head.lm_head is {self.lm_head!r}; allowed: own, shared, draft")
-        if self.lm_head == "draft" and self.draft_vocab_size < 1:
-            raise HeadwayError("head.lm_head 'draft' needs head.draft_vocab_size >= 1; or use 'own' or 'shared'")
+        check_lm_heads("medusa", self.lm_head, self.rank, self.draft_vocab_size, self.hidden_size)
         if self.lm_head != "draft":
             object.__setattr__(self, "draft_vocab_size", 0)
 
@@ -54,19 +55,6 @@ class Config(HeadConfig):
     def defaults(cls, info: Any) -> dict[str, Any]:
         """Return a draft vocabulary no larger than the tokenizer."""
         return {"draft_vocab_size": min(cls.draft_vocab_size, info.num_tokens)}
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), zero at the start, so that an untrained head repeats the target's own prediction."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
 
 
 class Head(BaseHead):
@@ -80,11 +68,8 @@ class Head(BaseHead):
         self.blocks = nn.ModuleList(
             nn.Sequential(*(ResidualBlock(D) for _ in range(config.num_layers))) for _ in range(config.num_heads)
         )
-        size = {"own": config.vocab_size, "draft": config.draft_vocab_size, "shared": 0}[config.lm_head]
-        if config.lm_head == "shared":
-            _require_plain_product(frozen)
-        if size:
-            self.lm_heads = nn.ModuleList(nn.Linear(D, size, bias=False) for _ in range(config.num_heads))
+        size = config.draft_vocab_size or config.vocab_size
+        self.lm_heads = LMHeads(frozen, config.lm_head, config.num_heads, config.rank, size)
         if config.lm_head == "draft":
             self.register_buffer("vocab_ids", torch.arange(size))
 
@@ -105,21 +90,12 @@ class Head(BaseHead):
 
     def warm_start(self) -> None:
         """Copy the target's LM head (its rows of the draft vocabulary) into each head."""
-        if self.config.lm_head == "shared":
-            return
-        weight = self.frozen.lm_head_weight().detach()
-        weight = weight if self.draft_vocab is None else weight[self.draft_vocab]
-        for head in self.lm_heads:
-            head.weight.data.copy_(weight)  # type: ignore[union-attr, operator]
+        self.lm_heads.warm_start(self.draft_vocab)
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over k of decay^k times the mean cross-entropy of head k to the target's distribution at t + 1 + k."""
-        x = batch.tap_BTF.to(self.blocks[0][0].linear.weight.dtype)  # type: ignore[index, union-attr]
-        hidden = [block(x) for block in self.blocks]
-        if self.config.lm_head == "shared":
-            weights = [self.frozen.lm_head_weight()]
-        else:
-            weights = [head.weight for head in self.lm_heads]  # type: ignore[misc]
+        x = batch.tap_BTF.to(module_dtype(self))
+        hidden, weights = self.lm_heads.factors([block(x) for block in self.blocks])
         return distil_loss(self.frozen, batch, hidden, weights, vocab=self.draft_vocab, decay=self.config.decay)
 
     def start(self, context: Context, state: Tensor | None, rows: int) -> Tensor:
@@ -129,12 +105,8 @@ class Head(BaseHead):
 
     def step(self, state: Tensor, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Return head `depth`'s logits, the same for every node of the frontier."""
-        block = self.blocks[frontier.depth]
-        x = block(state.to(next(block.parameters()).dtype))
-        if self.config.lm_head == "shared":
-            logits = self.frozen.logits(x.to(self.frozen.lm_head_weight().dtype))
-        else:
-            logits = self.lm_heads[frontier.depth](x)
+        x = self.blocks[frontier.depth](state.to(module_dtype(self)))
+        logits = self.lm_heads.logits(frontier.depth, x)
         return logits[:, None].expand(-1, frontier.token_BN.shape[1], -1), state
 
     def select_rows(self, state: Tensor, kept: list[int]) -> Tensor:
@@ -144,15 +116,3 @@ class Head(BaseHead):
     def join_rows(self, state: Tensor, other: Tensor) -> Tensor:
         """Return both sets of rows."""
         return torch.cat([state, other])
-
-
-@torch.no_grad()
-def _require_plain_product(frozen: Frozen) -> None:
-    """Raise HeadwayError for a target that scales or caps what its LM head gives: training sees the product alone."""
-    weight = frozen.lm_head_weight()
-    x = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
-    want, got = nn.functional.linear(x, weight).float(), frozen.logits(x).float()
-    if float((want - got).norm()) > 0.02 * float(want.norm()):
-        raise HeadwayError(
-            f"head.lm_head is shared, but {frozen.info.name} scales, caps or shifts what its LM head gives; use draft or own"
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.eagle3 import Config, Head, default_taps
 from headway.inference.target import Target
 from tests import tiny
+from tests.heads import test_contract as contract
+from tests.heads.test_contract import drafted_logits, loss_of_logits, make_batch, small
 
 
 def test_taps_are_the_outputs_of_the_named_layers():
@@ -68,7 +72,7 @@ def test_both_spellings_of_the_rotary_setting_give_one_draft_rotary():
         assert config.rope["rope_type"] == "llama3"
         assert config.rope["factor"] == 8.0
         head = Head(config, target.frozen)
-        angles.append(head._rotary(torch.zeros(1, 1, 64), torch.arange(300)[None]))
+        angles.append(head.rotary(torch.zeros(1, 1, 64), torch.arange(300)[None]))
         theirs = model.model.rotary_emb(torch.zeros(1, 1, 64), torch.arange(300)[None])
         for ours, other in zip(angles[-1], theirs, strict=True):
             assert torch.equal(ours, other)
@@ -79,8 +83,8 @@ def test_a_cast_does_not_round_the_rotary_frequencies():
     target = tiny.target(tiny.llama4("sdpa"), mode="tree")
     head = Head(Config.for_target(target.info, draft_vocab_size=64), target.frozen)
     position = torch.arange(400)[None]
-    before = head._rotary(torch.zeros(1, 1, 64), position)
-    after = head.to(torch.bfloat16)._rotary(torch.zeros(1, 1, 64), position)
+    before = head.rotary(torch.zeros(1, 1, 64), position)
+    after = head.to(torch.bfloat16).rotary(torch.zeros(1, 1, 64), position)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -106,3 +110,50 @@ def test_a_draft_layer_for_a_target_that_rotates_part_of_its_heads():
     loaded = tiny.target(tiny.build(3, model_type="phi3", rope_parameters=rope), mode="tree")
     head = Head(Config.for_target(loaded.info), loaded.frozen)
     assert head.config.rope == {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return tiny.target(tiny.llama12("sdpa"), mode="tree")
+
+
+OPTIONS = [{"fc_norm": True}, {"norm_output": True}, {"norm_before_residual": True}]
+ALL = OPTIONS[0] | OPTIONS[1] | OPTIONS[2]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, ALL], ids=lambda options: "+".join(options))
+def test_with_each_option_it_drafts_what_it_is_trained_to_say(deep, options):
+    head = small("eagle3", deep, **options)
+    contract.test_training_and_drafting_compute_the_same(head, deep)
+    contract.test_gradients_reach_every_parameter_and_none_of_the_target(head, deep)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options))
+def test_parity_fails_where_drafting_leaves_an_option_out(deep, options):
+    """Negative control: a head trained with the option, drafting without it."""
+    head = small("eagle3", deep, **options)
+    batch = make_batch(deep, head.config.taps, lengths=(20,))
+    only = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
+    only.supervised_BT[0, 10] = True
+    trained = float(head.loss(only).loss_S[1])
+    for config, same in (
+        (head.config, True),
+        (dataclasses.replace(head.config, **dict.fromkeys(options, False)), False),
+    ):
+        head.config = config
+        loss = loss_of_logits(head, batch, drafted_logits(head, batch, 7, 2, split=4)[1], 10)
+        assert (loss == pytest.approx(trained, rel=1e-4, abs=1e-5)) is same
+
+
+@pytest.mark.parametrize("fc_norm", [True, False])
+def test_fc_norms_hear_each_tap_alike(deep, fc_norm):
+    head = small("eagle3", deep, fc_norm=fc_norm)
+    batch = make_batch(deep, head.config.taps, lengths=(12,))
+    loud = batch.tap_BTF * torch.tensor([1.0, 5.0, 1.0]).repeat_interleave(64)
+    assert torch.allclose(head.fuse_taps(batch.tap_BTF), head.fuse_taps(loud), atol=1e-3) is fc_norm
+
+
+def test_an_older_head_has_none_of_the_options(deep):
+    saved = {k: v for k, v in small("eagle3", deep).config.to_json().items() if k not in ALL}
+    config = Config.from_json(saved)
+    assert not any(getattr(config, option) for option in ALL)

@@ -1,0 +1,355 @@
+"""A Llama decoder layer that drafts: its geometry, its attention, and the loop of a head that reads its own output.
+
+Letters: B batch, T anchors, N frontier nodes, M nodes drafted so far, D hidden, H query heads, K key heads, d head size,
+S slots.
+
+    anchor t reads          a feature of position t and the token x[t+1]   step 0 predicts x[t+2]
+    step s > 0 reads        its own output of step s - 1 and x[t+1+s]      predicts x[t+2+s]
+    step s attends to       step 0 of anchors <= t, and steps 1..s of its own anchor; its rotary position is t + s
+
+Training (`unroll`) and drafting (`absorb`, then `expand`) compute the same thing: committed tokens are step 0, drafted
+ones are the steps of the newest anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from headway.heads.common.blocks import after
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Context, Frontier, HeadConfig, TargetInfo
+from headway.heads.common.slots import Slots, seen_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig(HeadConfig):
+    """Fields of a family that has draft layers; what is left open is the target's."""
+
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    rms_norm_eps: float = 1e-5
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    """Rotary parameters in transformers' spelling."""
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
+            raise HeadwayError(
+                f"head.num_attention_heads {self.num_attention_heads} is no multiple of head.num_key_value_heads "
+                f"{self.num_key_value_heads}; choose a divisor"
+            )
+
+    @classmethod
+    def defaults(cls, info: TargetInfo) -> dict[str, Any]:
+        """Return the geometry, norms and rotary parameters of the target."""
+        text = info.text_config
+        heads = text.get("num_attention_heads") or max(1, info.hidden_size // 64)
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": text.get("num_key_value_heads") or heads,
+            "head_dim": text.get("head_dim") or info.hidden_size // heads,
+            "intermediate_size": text.get("intermediate_size") or text.get("n_inner") or 4 * info.hidden_size,
+            "rms_norm_eps": text.get("rms_norm_eps") or 1e-5,
+            "rope": rope_parameters(text),
+            "max_position_embeddings": text.get("max_position_embeddings") or 2048,
+        }
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return low, middle and high layers, distinct and valid for shallow targets too.
+
+    Deep targets get [1, L/2 - 1, L - 4] (the outputs that the published [2, L/2, L - 3] name by inputs).
+    """
+    if num_layers >= 8:
+        return (1, num_layers // 2 - 1, num_layers - 4)
+    spread = sorted({0, (num_layers - 1) // 2, num_layers - 1})
+    return tuple(spread)
+
+
+def rope_parameters(text: dict[str, Any]) -> dict[str, Any]:
+    """Return a target's rotary parameters from either spelling of its config; theta 10000 where it has none.
+
+    A draft layer rotates whole heads: longrope factors of a target that rotates parts of them do not fit, and its plain
+    angles take their place.
+    """
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if "full_attention" in rope:
+        rope = rope["full_attention"]
+    part = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 1.0
+    rope = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    if "rope_type" not in rope:
+        rope["rope_type"] = rope.pop("type", "default")
+    rope.setdefault("rope_theta", text.get("rope_theta") or 10000.0)
+    if part != 1.0 and rope["rope_type"] == "longrope":
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rope
+
+
+def llama_config(config: LayerConfig) -> LlamaConfig:
+    """Return a draft layer's geometry as the stock classes take it."""
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope),
+    )
+
+
+class Rotary:
+    """cos and sin [B, T, d] of positions. No module: a cast of the head to bf16 must not round the frequencies."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        self.stock = LlamaRotaryEmbedding(llama_config(config))
+
+    def __call__(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin on the device and in the dtype of `like`."""
+        cos, sin = self.stock.to(like.device)(like, position_BT)
+        return cos, sin
+
+
+class DraftLayer(nn.Module):
+    """A Llama decoder layer whose attention reads one input per norm, each normed, concatenated; with no norms, one input
+    as it is."""
+
+    def __init__(self, config: LayerConfig, norms: Sequence[str] = ()) -> None:
+        super().__init__()
+        D, H, K, d = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        width = max(1, len(norms)) * D
+        self.heads, self.key_heads, self.head_dim = H, K, d
+        self.q_proj = nn.Linear(width, H * d, bias=False)
+        self.k_proj = nn.Linear(width, K * d, bias=False)
+        self.v_proj = nn.Linear(width, K * d, bias=False)
+        self.o_proj = nn.Linear(H * d, D, bias=False)
+        self.mlp = LlamaMLP(llama_config(config))
+        self.norms = tuple(norms)
+        for name in norms:
+            self.add_module(name, LlamaRMSNorm(D, config.rms_norm_eps))
+        self.post_attention_layernorm = LlamaRMSNorm(D, config.rms_norm_eps)
+
+    def project(self, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [B, H, T, d] and keys, and values [B, K, T, d], of inputs [B, T, D]."""
+        if self.norms:
+            inputs = [self.get_submodule(name)(x) for name, x in zip(self.norms, inputs, strict=True)]
+        x = torch.cat(list(inputs), dim=-1)
+        shape = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, cos.to(q.dtype), sin.to(q.dtype))
+        return q, k, v
+
+    def finish(self, hidden_BTD: Tensor, attended_BHTd: Tensor) -> Tensor:
+        """Return the layer's output [B, T, D]: the residual `hidden_BTD`, what attention gathered, and the MLP."""
+        attended = self.o_proj(attended_BHTd.transpose(1, 2).flatten(2))
+        hidden_BTD = hidden_BTD + attended
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+
+    def causal(self, hidden_BTD: Tensor, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the layer's output [B, T, D] where each position attends to itself and those before it."""
+        q, k, v = self.project(inputs, cos, sin)
+        k, v = self.per_query_head(k, v)
+        return self.finish(hidden_BTD, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    def cached(
+        self, slots: Slots, index: int, hidden_BTD: Tensor, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor,
+        seen_BTS: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the layer's output [B, T, D] for tokens that `slots` has placed; their keys and values are stored as those
+        of layer `index`, and each attends to the slots it sees."""
+        q, k, v = self.project(inputs, cos, sin)
+        k, v = slots.write(index, k, v)
+        return self.finish(hidden_BTD, attend_slots(q, k, v, seen_BTS))
+
+    def per_query_head(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values repeated for each query head [B, H, T, d]."""
+        repeat = self.heads // self.key_heads
+        return k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+
+    @torch.no_grad()
+    def copy_from(self, source: dict[str, Tensor], feature_norm: str | None = None) -> None:
+        """Take what fits of a target layer's weights: the projections at the last of the inputs, the norms and the MLP.
+
+        Inputs before the last, which the target's layer does not have, begin small and random. `feature_norm` names the
+        norm that takes the target's input norm.
+        """
+        own = dict(self.named_parameters())
+        names = {f"mlp.{p}_proj.weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+        names |= {"o_proj.weight": "self_attn.o_proj.weight"}
+        names |= {f"{feature_norm}.weight": "input_layernorm.weight"} if feature_norm else {}
+        names |= {"post_attention_layernorm.weight": "post_attention_layernorm.weight"}
+        for goal, name in names.items():
+            if name in source and source[name].shape == own[goal].shape:
+                own[goal].copy_(source[name])
+        D = own["post_attention_layernorm.weight"].shape[0]
+        for p in ("q_proj", "k_proj", "v_proj"):
+            weight, all_inputs = source.get(f"self_attn.{p}.weight"), own[f"{p}.weight"]
+            if weight is not None and weight.shape == (all_inputs.shape[0], D):
+                all_inputs[:, :-D].normal_(std=0.01)
+                all_inputs[:, -D:].copy_(weight)
+
+    @torch.no_grad()
+    def begin_as_identity(self, source: dict[str, Tensor], feature_norm: str) -> None:
+        """As `copy_from`, but with projections out of attention and MLP at zero, so that an untrained layer changes
+        nothing."""
+        self.copy_from(source, feature_norm)
+        self.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+
+class Recurrent(Protocol):
+    """A head whose single layer reads its own output: what `unroll`, `absorb` and `expand` need of it."""
+
+    layer: DraftLayer
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the token embeddings in the head's dtype."""
+
+    def rotary(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of positions."""
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the layer's residual and its inputs, from a feature (or an output fed back) and the token after it."""
+
+    def feed(self, output_BTD: Tensor) -> Tensor:
+        """Return what the next step reads in place of a feature."""
+
+
+@dataclass
+class Drafted:
+    """State of a recurrent head: keys and values of committed anchors (step 0), and the nodes below the newest one."""
+
+    slots: Slots
+    newest_BD: Tensor
+    """The layer's output at each row's newest anchor."""
+    output_BND: Tensor | None = None
+    """The layer's output at the nodes of the last frontier."""
+    ancestor_BNM: Tensor | None = None
+    """bool: which drafted nodes each node of the last frontier attends to, itself included; None at the root."""
+
+
+def unroll(head: Recurrent, feature_BTD: Tensor, token_BT: Tensor, steps: int) -> list[Tensor]:
+    """Return the layer's output [B, T, D] at every anchor for each step: the training-time test."""
+    T = token_BT.shape[1]
+    embed_BTD = head.embed(token_BT)
+    hidden = feature_BTD
+    position = torch.arange(T, device=token_BT.device)[None]
+    later_TT = torch.ones(T, T, dtype=torch.bool, device=token_BT.device).triu(1)
+    outputs: list[Tensor] = []
+    first: tuple[Tensor, Tensor] | None = None
+    own: list[tuple[Tensor, Tensor]] = []  # keys and values of steps 1..s at each anchor
+    for s in range(steps):
+        residual, inputs = head.fuse(hidden, after(embed_BTD, 1 + s))
+        q, k, v = head.layer.project(inputs, *head.rotary(hidden, position + s))
+        k, v = head.layer.per_query_head(k, v)
+        if first is None:
+            first = (k, v)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            own.append((k, v))
+            attended = attend_steps(q, first, own, later_TT)
+        outputs.append(head.layer.finish(residual, attended))
+        hidden = head.feed(outputs[-1])
+    return outputs
+
+
+def absorb(head: Recurrent, feature_BTD: Tensor, context: Context, state: Drafted | None, rows: int) -> Drafted:
+    """Run step 0 over newly committed anchors; keep their keys and values and the newest output of each row."""
+    B, T = context.next_BT.shape
+    device = feature_BTD.device
+    slots = Slots(1, rows, 256) if state is None else state.slots
+    residual, inputs = head.fuse(feature_BTD, head.embed(context.next_BT))
+    slots.place(T, device)
+    seen = seen_slots(slots.relative(device), causal_mask(B, T, device))
+    output = head.layer.cached(slots, 0, residual, inputs, *head.rotary(feature_BTD, context.position_BT), seen)
+    slots.commit([list(range(n)) for n in context.count_B])
+    return Drafted(slots, newest(output, context.count_B))
+
+
+def expand(head: Recurrent, state: Drafted, frontier: Frontier) -> Drafted:
+    """Return the state whose `output_BND` is the layer's output at the frontier's nodes, from which their children are
+    drafted."""
+    if frontier.depth == 0:
+        return Drafted(state.slots, state.newest_BD, state.newest_BD[:, None])
+    assert state.output_BND is not None
+    N, device, D = frontier.token_BN.shape[1], frontier.token_BN.device, state.newest_BD.shape[1]
+    hidden = head.feed(state.output_BND.gather(1, frontier.parent_BN[:, :, None].expand(-1, -1, D)))
+    ancestor = _with_themselves(state.ancestor_BNM, frontier.parent_BN)
+    slots = state.slots
+    # The newest anchor is at length - 1; step s of it rotates by s more.
+    position = torch.tensor(slots.length, device=device)[:, None] - 1 + frontier.depth
+    residual, inputs = head.fuse(hidden, head.embed(frontier.token_BN))
+    slots.place(N, device, offset=ancestor.shape[2] - N)
+    seen = seen_slots(slots.relative(device), ancestor)
+    output = head.layer.cached(slots, 0, residual, inputs, *head.rotary(hidden, position.expand(-1, N)), seen)
+    return Drafted(slots, state.newest_BD, output, ancestor)
+
+
+def select_drafted(state: Drafted, kept: list[int]) -> Drafted:
+    """Return the state of the rows that are kept."""
+    state.slots.keep_rows(kept)
+    return Drafted(state.slots, state.newest_BD[kept])
+
+
+def join_drafted(state: Drafted, other: Drafted) -> Drafted:
+    """Return the state with the rows of `other` after its own."""
+    state.slots.append_rows(other.slots, list(range(other.slots.rows)))
+    return Drafted(state.slots, torch.cat([state.newest_BD, other.newest_BD]))
+
+
+def _with_themselves(above_BNM: Tensor | None, parent_BN: Tensor) -> Tensor:
+    """Return which drafted nodes each of N new nodes attends to, [B, N, M + N]: its parent's, and itself."""
+    B, N = parent_BN.shape
+    itself_BNN = torch.eye(N, dtype=torch.bool, device=parent_BN.device).expand(B, -1, -1)
+    if above_BNM is None:
+        return itself_BNN
+    inherited = above_BNM.gather(1, parent_BN[:, :, None].expand(-1, -1, above_BNM.shape[2]))
+    return torch.cat([inherited, itself_BNN], dim=2)
+
+
+def causal_mask(rows: int, num_tokens: int, device: torch.device | str) -> Tensor:
+    """Return bool [rows, num_tokens, num_tokens]: each token sees itself and those before it."""
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+
+
+def newest(value_BTX: Tensor, count_B: list[int]) -> Tensor:
+    """Return each row's entry count - 1, the newest of those that are no padding, [B, X]."""
+    index = torch.tensor(count_B, device=value_BTX.device) - 1
+    return value_BTX[torch.arange(len(count_B), device=index.device), index]
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, seen_BTS: Tensor) -> Tensor:
+    """Return attention [B, H, T, d] over the slots each query sees, query heads grouped by key head."""
+    B, H, T, d = q.shape
+    K = k.shape[1]
+    score = torch.matmul((q * d**-0.5).reshape(B, K, -1, d), k.transpose(-1, -2)).view(B, H, T, -1)
+    score = score.float().masked_fill(~seen_BTS[:, None], -torch.inf)
+    weight = score.softmax(-1).to(v.dtype)
+    return torch.matmul(weight.view(B, K, -1, weight.shape[-1]), v).view(B, H, T, d)
+
+
+def attend_steps(
+    q: Tensor, first: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], later: Tensor
+) -> Tensor:
+    """Return attention [B, H, N, d] of one step: over step 0 of every anchor but the `later` ones [..., N, T], and over the
+    later steps of each query's own anchor, [B, H, N, d] each."""
+    q = q * q.shape[-1] ** -0.5
+    causal = torch.matmul(q, first[0].transpose(-1, -2)).float().masked_fill(later, -torch.inf)
+    beside = torch.stack([(q * k).sum(-1) for k, _ in own], dim=-1).float()
+    weight = torch.cat([causal, beside], dim=-1).softmax(-1).to(q.dtype)
+    T = first[0].shape[2]
+    out = torch.matmul(weight[..., :T], first[1])
+    for i, (_, v) in enumerate(own):
+        out = out + weight[..., T + i, None] * v
+    return out

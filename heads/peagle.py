@@ -1,0 +1,309 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's head drafting all its tokens in one pass.
+
+Letters: B batch, T anchors, N nodes below depth 0, K depths, D hidden, F tap width, V draft vocabulary.
+
+    depth 0 of anchor t    reads fc(taps at t) and the token x[t+1]           predicts x[t+2]
+    depth d > 0            reads fc(mask_hidden) and the mask token           predicts x[t+2+d]
+    depth d attends to     depth 0 of anchors <= t, and depths 1..d of its own anchor; its rotary position is t + d
+
+What a depth reads does not depend on the tokens drafted before it: so all depths run side by side, in training as in
+drafting, and all nodes of a depth share their children's logits. Training every depth at every anchor would cost K rows for
+each token; deeper depths are down-sampled instead: depth d trains on about ratio^d of the anchors, those of depth d + 1
+among those of depth d, so that each has the earlier depths that it attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from headway.heads.common.blocks import after
+from headway.heads.common.draft_layer import (
+    DraftLayer,
+    LayerConfig,
+    Rotary,
+    attend_steps,
+    causal_mask,
+    default_taps,
+    newest,
+)
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.losses import distil_loss, to_teacher
+from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, TargetInfo
+from headway.heads.common.protocol import Head as BaseHead
+from headway.heads.common.slots import Slots, seen_slots
+from headway.heads.common.vocab import from_d2t, to_d2t, to_t2d
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LayerConfig):
+    """Fields of a P-EAGLE head; what is left open is the target's."""
+
+    taps: tuple[int | str, ...] = ()  # type: ignore[assignment]
+    """Three layers, low, middle and high; the default is [1, L/2 - 1, L - 4], the published choice."""
+    draft_vocab_size: int = 8192
+    """Words of the draft vocabulary; 0 drafts over the target's."""
+    depths: int = 6
+    """Tokens drafted in a pass."""
+    num_layers: int = 4
+    """Draft layers; the first reads the token beside the feature."""
+    mask_token_id: int = 0
+    """The token whose embedding stands for one not yet known; not given, an id without a token, or the padding token."""
+    ratio: float = 0.7
+    """Depth d trains on max(ratio^d, least_ratio) of the anchors; 1 trains every depth on all."""
+    least_ratio: float = 0.2
+    max_anchors: int = 512
+    """At most this many anchors of a row train beyond depth 0."""
+    decay: float = 1.0
+    """Depth d weighs decay^d in the loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.taps:
+            raise HeadwayError("peagle needs head.taps, for example [1, 14, 26]")
+        for name in ("depths", "num_layers", "max_anchors"):
+            if getattr(self, name) < 1:
+                raise HeadwayError(f"head.{name} is {getattr(self, name)}; at least 1 is needed")
+        for name in ("ratio", "least_ratio"):
+            if not 0 < getattr(self, name) <= 1:
+                raise HeadwayError(f"head.{name} is {getattr(self, name)}; give a share above 0, at most 1")
+        if self.draft_vocab_size < 0:
+            raise HeadwayError(
+                f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more"
+            )
+
+    @classmethod
+    def defaults(cls, info: TargetInfo) -> dict[str, Any]:
+        """Return the target's geometry, three taps, a mask token, and a draft vocabulary no larger than the tokenizer."""
+        unused = info.num_tokens if info.vocab_size > info.num_tokens else info.text_config.get("pad_token_id") or 0
+        return {
+            **super().defaults(info),
+            "taps": default_taps(info.num_layers),
+            "draft_vocab_size": min(cls.draft_vocab_size, info.num_tokens),
+            "mask_token_id": unused,
+        }
+
+    @classmethod
+    def for_target(cls, info: TargetInfo, **fields: Any) -> Config:
+        """As HeadConfig.for_target; also refuses ids that the target does not have."""
+        config = super().for_target(info, **fields)
+        if config.draft_vocab_size > info.num_tokens:
+            raise HeadwayError(
+                f"head.draft_vocab_size is {config.draft_vocab_size}, the tokenizer has {info.num_tokens} tokens; use at most that"
+            )
+        if not 0 <= config.mask_token_id < info.vocab_size:
+            raise HeadwayError(
+                f"head.mask_token_id is {config.mask_token_id}, {info.name} has ids 0..{info.vocab_size - 1}; use one of those"
+            )
+        return config
+
+
+@dataclass
+class Sample:
+    """Which anchors train at which depth. Entry i of row b is anchor order_BT[b, i]; depth d >= 1 runs on the first
+    size_K[d] entries of every row, of which the first count_KB[d][b] count."""
+
+    order_BT: Tensor
+    size_K: list[int]
+    count_KB: Tensor
+
+
+@dataclass
+class State:
+    """Keys and values of committed anchors in each layer, and what the newest anchor drafts."""
+
+    slots: Slots
+    output_BKD: Tensor
+    """The last layer's output at each depth of each row's newest anchor."""
+
+
+class Head(BaseHead):
+    """fc over the taps, draft layers, norm, LM head over the draft vocabulary; and what stands for features to come."""
+
+    config: Config
+
+    def __init__(self, config: Config, frozen: Frozen) -> None:
+        super().__init__(config, frozen)
+        D, width = config.hidden_size, len(config.taps) * config.hidden_size
+        self.fc = nn.Linear(width, D, bias=False)
+        self.mask_hidden = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.layers = nn.ModuleList(
+            DraftLayer(config, norms=("input_layernorm", "hidden_norm") if i == 0 else ("input_layernorm",))
+            for i in range(config.num_layers)
+        )
+        self.norm = LlamaRMSNorm(D, config.rms_norm_eps)
+        self.lm_head = nn.Linear(D, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.draft_vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+            self.set_draft_vocab(torch.arange(config.draft_vocab_size))
+        self.rotary = Rotary(config)
+
+    @property
+    def max_depth(self) -> int:
+        """Depths trained."""
+        return self.config.depths
+
+    @property
+    def draft_vocab(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [V], or None."""
+        return from_d2t(self.d2t) if self.config.draft_vocab_size else None  # type: ignore[arg-type]
+
+    def set_draft_vocab(self, target_ids: Tensor) -> None:
+        """Take the draft vocabulary: sorted target ids."""
+        if self.config.draft_vocab_size:
+            self.d2t.copy_(to_d2t(target_ids))  # type: ignore[operator]
+            self.t2d.copy_(to_t2d(target_ids, self.config.vocab_size))  # type: ignore[operator]
+
+    @torch.no_grad()
+    def warm_start(self) -> None:
+        """Begin as the target's last layer on the highest tap, with its final norm and LM head rows; further layers begin
+        as identity."""
+        D = self.config.hidden_size
+        words = self.frozen.lm_head_weight()
+        self.lm_head.weight.copy_(words if self.draft_vocab is None else words[self.draft_vocab])
+        self.fc.weight.normal_(std=0.002)
+        self.fc.weight[:, -D:] += torch.eye(D)
+        final = self.frozen.final_norm()
+        if final is not None and final.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(final)
+        source = self.frozen.layer_weights(self.frozen.info.num_layers - 1)
+        for i, layer in enumerate(self.layers):
+            if i == 0:
+                layer.copy_from(source, feature_norm="hidden_norm")  # type: ignore[operator]
+            else:
+                layer.begin_as_identity(source, feature_norm="input_layernorm")  # type: ignore[operator]
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self.frozen.embed(ids).to(self.fc.weight.dtype)
+
+    def _inputs(self, tap_BTF: Tensor, embed_BTD: Tensor, masks: int) -> tuple[Tensor, Tensor]:
+        """Return features and embeddings [B, T + masks, D]: of the anchors, then of so many positions to come."""
+        tap_BTF = tap_BTF.to(self.fc.weight.dtype)
+        mask = torch.full((1, 1), self.config.mask_token_id, device=tap_BTF.device)
+        B, D = embed_BTD.shape[0], embed_BTD.shape[2]
+        feature = torch.cat([self.fc(tap_BTF), self.fc(self.mask_hidden).expand(B, masks, D)], dim=1)
+        return feature, torch.cat([embed_BTD, self._embed(mask).expand(B, masks, D)], dim=1)
+
+    def loss(self, batch: Batch) -> LossReport:
+        """Return sum over depths d of decay^d times the mean cross-entropy to the target's distribution at t + 1 + d.
+
+        In training each mean is over the depth's sample of anchors, in evaluation over all.
+        """
+        sample = self.sample(batch) if self.training else self._every_anchor(batch)
+        vocab, weights = self.draft_vocab, [self.lm_head.weight]
+        reports = []
+        for d, output in enumerate(self.unroll(batch, sample)):
+            hidden, goals = self.norm(output), batch.supervised_BT
+            if d:
+                hidden, goals = _to_anchors(hidden, sample, d, goals)
+                hidden = to_teacher(hidden, d - 1)  # distil_loss shifts by one more: its only step is this depth
+            one = replace(batch, supervised_BT=goals)
+            reports.append(distil_loss(self.frozen, one, [hidden], weights, vocab=vocab))
+        loss = sum((self.config.decay**d * r.loss for d, r in enumerate(reports)), start=reports[0].loss.new_zeros(()))
+        return LossReport(
+            loss=loss,
+            loss_S=torch.cat([r.loss_S for r in reports]),
+            agreement_S=torch.cat([r.agreement_S for r in reports]),
+            count_S=torch.cat([r.count_S for r in reports]),
+        )
+
+    def sample(self, batch: Batch) -> Sample:
+        """Draw the anchors of each depth, among those whose depth 1 has a goal, by torch's generator."""
+        config = self.config
+        goal_BT = after(batch.supervised_BT[:, :, None].float(), 3)[:, :, 0]
+        order_BT = (goal_BT + torch.rand_like(goal_BT)).argsort(dim=1, descending=True)
+        num_goals_B = goal_BT.sum(1)
+        shares = [max(config.ratio**d, config.least_ratio) for d in range(config.depths)]
+        count_KB = torch.stack([(num_goals_B * share).ceil().clamp(max=config.max_anchors) for share in shares]).long()
+        # At least one entry, so that every weight takes part in every batch; it counts where the row has a goal.
+        return Sample(order_BT, [max(1, n) for n in count_KB.amax(1).tolist()], count_KB)
+
+    def _every_anchor(self, batch: Batch) -> Sample:
+        """Return the sample that leaves nothing out."""
+        B, T = batch.token_BT.shape
+        order_BT = torch.arange(T, device=batch.token_BT.device).expand(B, -1)
+        return Sample(
+            order_BT, [T] * self.config.depths, torch.full((self.config.depths, B), T, device=order_BT.device)
+        )
+
+    def unroll(self, batch: Batch, sample: Sample) -> list[Tensor]:
+        """Return the last layer's output at depth 0 of every anchor [B, T, D], then at each depth of its sample."""
+        B, T = batch.token_BT.shape
+        deeper = sample.size_K[1:]
+        hidden, embed = self._inputs(batch.tap_BTF, after(self._embed(batch.token_BT), 1), sum(deeper))
+        anchor_K = [torch.arange(T, device=hidden.device).expand(B, -1), *(sample.order_BT[:, :n] for n in deeper)]
+        position = torch.cat([anchor + d for d, anchor in enumerate(anchor_K)], dim=1)
+        rotary = self.rotary(hidden, position)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DraftLayer)
+            q, k, v = layer.project((embed, hidden) if i == 0 else (hidden,), *rotary)
+            q_K, k_K, v_K = (x.split([T, *deeper], dim=2) for x in (q, *layer.per_query_head(k, v)))
+            attended = [F.scaled_dot_product_attention(q_K[0], k_K[0], v_K[0], is_causal=True)]
+            for d in range(1, len(anchor_K)):
+                n = sample.size_K[d]
+                own = [(k_K[e][:, :, :n], v_K[e][:, :, :n]) for e in range(1, d + 1)]
+                later_BNT = torch.arange(T, device=q.device) > anchor_K[d][:, :, None]
+                attended.append(attend_steps(q_K[d], (k_K[0], v_K[0]), own, later_BNT[:, None]))
+            hidden = layer.finish(hidden, torch.cat(attended, dim=2))
+        return list(hidden.split([T, *deeper], dim=1))
+
+    def start(self, context: Context, state: State | None, rows: int) -> State:
+        """Run newly committed anchors and every depth of the newest one, in one pass; keep the anchors' keys and values."""
+        B, T = context.next_BT.shape
+        masks = self.config.depths - 1
+        slots = Slots(self.config.num_layers, rows, 256) if state is None else state.slots
+        hidden, embed = self._inputs(context.tap_BTF, self._embed(context.next_BT), masks)
+        device = hidden.device
+        to_come = newest(context.position_BT[:, :, None], context.count_B) + torch.arange(1, masks + 1, device=device)
+        rotary = self.rotary(hidden, torch.cat([context.position_BT, to_come], dim=1))
+        slots.place(T + masks, device)
+        seen = seen_slots(slots.relative(device), _seen_by_masks(context.count_B, T, masks, device))
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DraftLayer)
+            hidden = layer.cached(slots, i, hidden, (embed, hidden) if i == 0 else (hidden,), *rotary, seen)
+        slots.commit([list(range(n)) for n in context.count_B])
+        return State(slots, torch.cat([newest(hidden, context.count_B)[:, None], hidden[:, T:]], dim=1))
+
+    def step(self, state: State, frontier: Frontier) -> tuple[Tensor, State]:
+        """Return the logits of the frontier's depth, the same for every node."""
+        logits = self.lm_head(self.norm(state.output_BKD[:, frontier.depth]))
+        return logits[:, None].expand(-1, frontier.token_BN.shape[1], -1), state
+
+    def select_rows(self, state: State, kept: list[int]) -> State:
+        """Drop the rows that are not kept."""
+        state.slots.keep_rows(kept)
+        return State(state.slots, state.output_BKD[kept])
+
+    def join_rows(self, state: State, other: State) -> State:
+        """Append the rows of `other`."""
+        state.slots.append_rows(other.slots, list(range(other.slots.rows)))
+        return State(state.slots, torch.cat([state.output_BKD, other.output_BKD]))
+
+
+def _to_anchors(hidden_BND: Tensor, sample: Sample, depth: int, supervised_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a depth's features [B, T, D] at their anchors, zeros elsewhere, and the goals [B, T] that have one."""
+    N = hidden_BND.shape[1]
+    anchor_BN = sample.order_BT[:, :N]
+    B, T = supervised_BT.shape
+    full = hidden_BND.new_zeros(B, T, hidden_BND.shape[2])
+    full = full.scatter(1, anchor_BN[:, :, None].expand_as(hidden_BND), hidden_BND)
+    counts_BN = torch.arange(N, device=anchor_BN.device) < sample.count_KB[depth][:, None]
+    taught_BT = torch.zeros_like(supervised_BT).scatter(1, anchor_BN, counts_BN)
+    # Depth d of the anchor at t predicts the token at t + 2 + d.
+    return full, supervised_BT & to_teacher(taught_BT, 1 + depth)
+
+
+def _seen_by_masks(count_B: Sequence[int], T: int, masks: int, device: torch.device) -> Tensor:
+    """Return bool [B, T + masks, T + masks]: anchors see those up to themselves; a mask sees its row's anchors, which are
+    the first count_B[b], and the masks up to itself."""
+    seen = causal_mask(len(count_B), T + masks, device).clone()
+    count = torch.tensor(count_B, device=device)[:, None, None]
+    seen[:, T:, :T] &= torch.arange(T, device=device) < count
+    return seen

@@ -1,0 +1,125 @@
+"""EAGLE: what it predicts is the target's next feature, and drafting reads its own predictions as training does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from headway.heads.common.draft_layer import unroll
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import find_family
+from headway.inference.generate import Request, generate, plain
+from headway.inference.sampling import Settings
+from headway.inference.tree import DynamicTree
+from tests import tiny
+from tests.heads import test_contract as contract
+from tests.heads.test_contract import drafted_logits, loss_of_logits, make_batch, small
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target(tiny.llama12("sdpa"))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"steps": 3}, {"draft_vocab_size": 0, "steps": 2, "bias": True}], ids=["draft", "all"]
+)
+def test_later_steps_draft_what_they_are_trained_to_say(target, fields):
+    head = small("eagle", target, **fields)
+    contract.test_training_and_drafting_compute_the_same(head, target)
+    contract.test_gradients_reach_every_parameter_and_none_of_the_target(head, target)
+
+
+@pytest.mark.parametrize("changed", ["output", "rotary"])
+def test_parity_of_later_steps_can_fail(target, changed, monkeypatch):
+    """Negative control: feeding back something else than in training, or at another position, gives another loss."""
+    head = small("eagle", target, steps=3)
+    batch = make_batch(target, head.config.taps, lengths=(20,))
+    only = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
+    only.supervised_BT[0, 11] = True
+    trained = float(head.loss(only).loss_S[2])
+    assert loss_of_logits(head, batch, drafted_logits(head, batch, 7, 3, split=4)[2], 11) == pytest.approx(
+        trained, rel=1e-4
+    )
+    if changed == "output":
+        monkeypatch.setattr(head, "feed", lambda output: 1.01 * output)
+    else:
+        angles = head.rotary
+        monkeypatch.setattr(head, "rotary", lambda x, position: angles(x, position + (position == position.max())))
+    wrong = drafted_logits(head, batch, 7, 3, split=4)[2]
+    assert loss_of_logits(head, batch, wrong, 11) != pytest.approx(trained, rel=1e-4)
+
+
+def test_the_loss_is_its_two_parts_by_definition(target):
+    head = small("eagle", target)
+    batch = make_batch(target, head.config.taps)
+    parts = {}
+    for name, weights in {"feature": (1.0, 0.0), "token": (0.0, 1.0), "both": (1.0, 0.1)}.items():
+        fields = {"feature_weight": weights[0], "token_weight": weights[1]}
+        head.config = dataclasses.replace(head.config, **fields)
+        parts[name] = float(head.loss(batch).loss)
+    assert parts["both"] == pytest.approx(parts["feature"] + 0.1 * parts["token"], rel=1e-5)
+    assert parts["token"] == pytest.approx(float(head.loss(batch).loss_S[0]), rel=1e-5)
+    # The feature at position j is predicted by the anchor at j - 1, and counts where the token after j is a goal.
+    [predicted] = unroll(head, batch.tap_BTF, batch.token_BT, 1)
+    distance = []
+    for b, j in (batch.supervised_BT[:, 1:]).nonzero().tolist():
+        d = (predicted[b, j - 1] - batch.last_BTD[b, j]).abs()
+        distance.append(torch.where(d < 1, d.square() / 2, d - 0.5).mean())
+    assert parts["feature"] == pytest.approx(float(torch.stack(distance).mean()), rel=1e-5)
+
+
+def test_noise_is_of_training_alone(target):
+    head = small("eagle", target)
+    batch = make_batch(target, head.config.taps)
+    assert torch.equal(head.loss(batch).loss, head.loss(batch).loss)
+    head.train()
+    assert not torch.equal(head.loss(batch).loss, head.loss(batch).loss)
+    head.config = dataclasses.replace(head.config, noise=0.0)
+    assert torch.equal(head.loss(batch).loss, head.eval().loss(batch).loss)
+
+
+def test_a_target_that_scales_its_logits_drafts_what_it_trained():
+    scaled = tiny.target(tiny.build(3, model_type="granite", logits_scaling=4.0), mode="tree")
+    for size in (0, 64):
+        contract.test_training_and_drafting_compute_the_same(small("eagle", scaled, draft_vocab_size=size), scaled)
+
+
+def test_drafts_over_the_whole_vocabulary(target):
+    head = small("eagle", target, draft_vocab_size=0)
+    assert head.draft_vocab is None
+    settings = Settings(max_new_tokens=20, eos_ids=())
+    [result] = generate(target, [Request([72, 101], settings)], head=head, policy=DynamicTree(3, 3, 8))
+    assert result.token_ids == plain(target, [72, 101], settings)
+
+
+def test_the_rows_of_the_draft_vocabulary_follow_it(target):
+    head = small("eagle", target)
+    assert torch.equal(head.lm_head(), target.frozen.lm_head_weight()[0:128:2])
+    head.set_draft_vocab(torch.arange(1, 129, 2))
+    with torch.inference_mode():
+        assert torch.equal(head.lm_head(), target.frozen.lm_head_weight()[1:129:2])
+    head.loss(make_batch(target, head.config.taps)).loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"taps": [3]}, "LM head reads"),
+        ({"steps": 0}, "steps"),
+        ({"noise": -1.0}, "noise"),
+        ({"feature_weight": 0.0, "token_weight": 0.0}, "nothing would be learned"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target, fields, named):
+    config_class, _ = find_family("eagle")
+    with pytest.raises(HeadwayError, match=named):
+        config_class.for_target(target.info, **fields)
+
+
+def test_a_target_that_caps_its_logits_is_refused():
+    capped = tiny.target(tiny.build(3, model_type="gemma2", head_dim=16, final_logit_softcapping=30.0), mode="tree")
+    with pytest.raises(HeadwayError, match="caps or shifts"):
+        small("eagle", capped)
