@@ -89,6 +89,10 @@ class Chat:
         self.notes: Counter[str] = Counter()
         self._special = _special_ids(tokenizer)
         self._lead, self._tail = _surroundings(tokenizer)
+        marked = self._tail.lstrip()
+        # Blanks that the template writes between the words and the end-of-turn token are emitted with it.
+        written = marked.startswith(str(tokenizer.decode([self.end])))
+        self._gap = self._tail[: len(self._tail) - len(marked)] if written else ""
 
     def samples(
         self, messages: Sequence[Message], cut: bool = False, tools: Sequence[dict[str, Any]] | None = None
@@ -128,7 +132,7 @@ class Chat:
             prompt_ids, ids = self._split(prompt[:shared], whole[shared:])
             return prompt_ids, self._until_end(ids, cut, calls="tool_calls" in messages[-1])
         prompt, words = self._words(messages[-1]["content"], prompt, whole, shared, before)
-        prompt_ids, ids = self._split(prompt, words)
+        prompt_ids, ids = self._split(prompt, words if cut else words + self._gap)
         return prompt_ids, ids if cut else [*ids, self.end]
 
     def _words(self, content: str, prompt: str, whole: str, shared: int, before: int) -> tuple[str, str]:
@@ -137,7 +141,11 @@ class Chat:
         `shared` characters begin both the prompt and the whole render; `before` of them come before the generation prompt.
         """
         written = next(
-            (c for c in (content, content.rstrip(), content.lstrip(), content.strip()) if whole.endswith(c + self._tail)),
+            (
+                c
+                for c in (content, content.rstrip(), content.lstrip(), content.strip())
+                if whole.endswith(c + self._tail)
+            ),
             None,
         )
         overlap = _overlap(prompt, content)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from headway.data.jsonl import AppendLog, whole_lines
+from headway.data.jsonl import AppendLog, each_line
 from headway.data.manifest import FORMAT, read_json, require_same, write_json
 from headway.heads.common.errors import HeadwayError
 
@@ -152,20 +153,25 @@ def read_dialogs(folder: Path | str) -> list[Dialog]:
 
     Raises HeadwayError for a missing or empty folder, or a row that does not fit its manifest, naming the line.
     """
+    return list(each_dialog(folder))
+
+
+def each_dialog(folder: Path | str) -> Iterator[Dialog]:
+    """Yield what `read_dialogs` returns, one dialog in memory at a time, raising as it does."""
     folder = Path(folder)
     vocab_size = read_manifest(folder).get("vocab_size")
-    dialogs: list[Dialog] = []
     check = _Check(folder / "dialogs.jsonl")
-    whole_lines(check.path, lambda row: dialogs.append(check(row)))
-    if not dialogs:
-        raise HeadwayError(f"{folder} holds no dialogs; make some with `headway distill`")
-    for line, dialog in enumerate(dialogs, 1):
+    line = 0
+    for line, row in enumerate(each_line(check.path), 1):
+        dialog = check(row)
         if vocab_size and max(dialog.token_ids) >= vocab_size:
             raise HeadwayError(
-                f"{folder / 'dialogs.jsonl'} line {line} has token {max(dialog.token_ids)}, but the manifest says a "
+                f"{check.path} line {line} has token {max(dialog.token_ids)}, but the manifest says a "
                 f"vocabulary of {vocab_size}; make the folder again"
             )
-    return dialogs
+        yield dialog
+    if not line:
+        raise HeadwayError(f"{folder} holds no dialogs; make some with `headway distill`")
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any]:

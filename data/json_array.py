@@ -9,8 +9,11 @@ from typing import Any, TextIO
 
 _CHUNK = 1 << 20
 _LARGEST = 64 << 20
+_AFTER = tuple(" \t\r\n,]")
 _BETWEEN = re.compile(r"[\s,]*")
-_LOST = "broken JSON, and the rows after it in the array cannot be told apart (as JSON lines only this one would be lost)"
+_LOST = (
+    "broken JSON, and the rows after it in the array cannot be told apart (as JSON lines only this one would be lost)"
+)
 
 
 def array_items(text: TextIO) -> Iterator[tuple[Any, str]]:
@@ -29,7 +32,8 @@ def array_items(text: TextIO) -> Iterator[tuple[Any, str]]:
             return
         try:
             item, end = parse(held, at)
-            whole = ended or end < len(held)  # a number at the very end may go on
+            # A number may go on: 1 in what is held of 12, or of 1e3.
+            whole = ended or (held[end : end + 1] in _AFTER if isinstance(item, int | float) else end < len(held))
         except json.JSONDecodeError as error:
             whole, end = False, at
             # Text that only ends too early is wrong at its end, or in a string that never ended.

@@ -169,7 +169,7 @@ def _given(raw: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages as given, under OpenAI's keys or ShareGPT's."""
     named = next((raw[k] for k in ("messages", "conversations") if raw.get(k) is not None), None)
     if named is None and isinstance(raw.get("prompt"), list):
-        answer = next((raw[k] for k in ("completion", "response") if raw.get(k) is not None), [])
+        answer: Any = next((raw[k] for k in ("completion", "response") if raw.get(k) is not None), [])
         named = [*raw["prompt"], *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
     if named is not None:
         listed = _listed(named)
@@ -245,7 +245,9 @@ def _tools(raw: dict[str, Any]) -> list[dict[str, Any]] | None:
         tools = [{"type": "function", "function": function} for function in _listed(raw["functions"]) or [None]]
     else:
         return None
-    if tools is None or not all(isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools):
+    if tools is None or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools
+    ):
         raise RowError("malformed tools")
     return tools or None
 

@@ -62,7 +62,9 @@ def files_of(source: str, split: str = "train") -> list[Path]:
         files = [file for file in files if split in named[file]]
         if not files:
             known = sorted(set().union(*named.values()))
-            raise HeadwayError(f"folder {source!r} has no file of the split {split!r}; --split can be {', '.join(known)}")
+            raise HeadwayError(
+                f"folder {source!r} has no file of the split {split!r}; --split can be {', '.join(known)}"
+            )
     return files
 
 
