@@ -133,14 +133,8 @@ def show(
             continue
         shown += 1
         size = sum(end - start for start, end in dialog.spans)
-        console.print(
-            Text(
-                f"{shown}. {_plain(dialog.id)}: {len(dialog.token_ids)} tokens, {size} supervised in {_answers(len(dialog.spans))}, "
-                f"ended by {dialog.finish}"
-            ),
-            style="bold",
-            soft_wrap=True,
-        )
+        facts = f"{len(dialog.token_ids)} tokens, {size} supervised in {_answers(len(dialog.spans))}, ended by {dialog.finish}"
+        console.print(Text(f"{shown}. {_plain(dialog.id)}: {facts}", "bold"), soft_wrap=True)
         console.print(marked(dialog, tokenizer, colour=console.is_terminal), soft_wrap=True)
         console.print()
     return shown

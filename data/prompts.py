@@ -144,16 +144,15 @@ class Intake:
                 # Stride scheduling: ties go to the source given first.
                 turn = min(alive, key=lambda i: (self._parts[i].used + 1) / self.weights[i])
                 row = next(left[turn], None)
-                if row is None:
-                    alive.remove(turn)
-                else:
+                if row is not None:
                     yield row
+                    continue
+                alive.remove(turn)
+                if not self._parts[turn].used:
+                    said = " ".join(str(self._parts[turn]).split())
+                    raise HeadwayError(f"no usable rows. {said}; see the README for the shapes of a row")
         finally:
             self._add_up()
-        for part in self._parts:
-            if not part.used:
-                said = " ".join(str(part).split())
-                raise HeadwayError(f"no usable rows. {said}; see the README for the shapes of a row")
 
     def _begin(self) -> None:
         self._parts = [IntakeReport(source) for source in self.sources]

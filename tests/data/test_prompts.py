@@ -452,3 +452,12 @@ def test_reasons_made_up_by_a_hostile_file_stay_few(tmp_path: Path) -> None:
     assert len(report.skipped) == 101
     assert report.skipped["other reasons"] == 200
     assert report.rows == report.used + sum(report.skipped.values())
+
+
+def test_a_mix_with_a_source_of_no_use_says_so_at_once(tmp_path: Path) -> None:
+    good = write(tmp_path, [{"prompt": str(i)} for i in range(9)])
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    intake = iter(Intake([good, str(tmp_path / "bad.jsonl")]))
+    assert next(intake).id == "rows:line1"
+    with pytest.raises(HeadwayError, match="no usable rows. .*bad.jsonl"):
+        next(intake)
