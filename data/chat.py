@@ -188,9 +188,9 @@ class Chat:
         return before, _ids(self.tokenizer, answer)
 
     def _until_end(self, ids: list[int], cut: bool, calls: bool) -> list[int]:
-        """Return ids as far as the end-of-turn token, which is added where there is none."""
+        """Return ids as far as the last end-of-turn token, which is added where there is none."""
         if self.end in ids:
-            at = ids.index(self.end)
+            at = len(ids) - 1 - ids[::-1].index(self.end)
             return ids[: at if cut else at + 1]
         last = max((i for i, token in enumerate(ids) if token in self._special), default=-1)
         if last >= 0 and not str(self.tokenizer.decode(ids[last + 1 :])).strip():
@@ -249,7 +249,9 @@ def _surroundings(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     prompt = _render(tokenizer, messages[:1], generation=True)
     early, late = (_render(tokenizer, messages[:k], generation=False) for k in (3, 2))
     shared = len(os.path.commonprefix([prompt, early]))
-    return early[shared:].partition(answer)[0], late.partition(answer)[2]
+    before = len(_render(tokenizer, messages[:1], generation=False))
+    lead = early[shared:].partition(answer)[0] if before <= shared or shared == len(prompt) else ""
+    return lead, late.partition(answer)[2]
 
 
 def _overlap(prompt: str, answer: str) -> int:

@@ -20,6 +20,7 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.manifest import digest
 from headway.data.prompts import Intake, Row
 from headway.data.sources import RowError
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import TargetInfo
 
 
@@ -45,10 +46,13 @@ class Converter:
         return Counter() if self._chat is None else self._chat.notes
 
     def check(self, row: Row) -> None:
-        """Raise HeadwayError when the row needs a chat template and there is none."""
+        """Raise HeadwayError when the row needs a chat template, and there is none or one that takes no answers."""
         if row.messages and self._chat is None:
             use_template(self.tokenizer)
-            self._chat = Chat(self.tokenizer)
+            try:
+                self._chat = Chat(self.tokenizer)
+            except RowError as error:
+                raise HeadwayError(f"{error}; give a working one with --chat-template FILE") from error
 
     def __call__(self, row: Row) -> list[Made]:
         """Return what the row gives: a dialog, several where the template rewrites the history, or the reason for none.

@@ -461,3 +461,16 @@ def test_a_mix_with_a_source_of_no_use_says_so_at_once(tmp_path: Path) -> None:
     assert next(intake).id == "rows:line1"
     with pytest.raises(HeadwayError, match="no usable rows. .*bad.jsonl"):
         next(intake)
+
+
+def test_bench_prompts_are_the_held_out_ones(tmp_path: Path) -> None:
+    from byte_tokenizer import byte_tokenizer
+
+    from headway.heads.common.protocol import TargetInfo
+    from headway.inputs import bench_prompts
+
+    path = write(tmp_path, [{"id": f"r{i}", "prompt": "p"} for i in range(60)])
+    info = TargetInfo(name="t", model_type="llama", hidden_size=8, vocab_size=264, num_tokens=264, num_layers=1)
+    chosen = bench_prompts([path], byte_tokenizer(), info, None, 0.2)
+    trained = {row.id for row in read_rows(path, held_out=0.2)[0]}
+    assert {row_id for row_id, _, _ in chosen} == {f"r{i}" for i in range(60)} - trained

@@ -55,9 +55,13 @@ def test_blanks_around_an_answer_are_as_the_template_writes_them(shape: Shape) -
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_answers_of_one_letter_are_not_mistaken_for_the_template(shape: Shape) -> None:
     chat = chat_of(shape)
+    prompts = set()
     for word in ("a", "s", "t", "m", "<", "</", "4"):
-        (span,) = emitted(chat, [TALK[0], {"role": "assistant", "content": word}])
-        assert span == shape.spans[1].replace("4", word)
+        messages = [TALK[0], {"role": "assistant", "content": word}]
+        assert emitted(chat, messages) == [shape.spans[1].replace("4", word)]
+        (sample,) = chat.samples(messages)
+        prompts.add(tuple(sample.token_ids[: sample.spans[0][0]]))
+    assert len(prompts) == 1
 
 
 def test_an_answer_that_holds_the_thought_the_prompt_opens() -> None:
@@ -67,6 +71,12 @@ def test_an_answer_that_holds_the_thought_the_prompt_opens() -> None:
     sample = chat.samples(messages)[0]
     assert sample.token_ids[: sample.spans[0][0]] == prompt_ids(chat.tokenizer, messages[:1])
     assert chat.tokenizer.decode(sample.token_ids).count("<think>") == 1
+
+
+def test_a_template_that_writes_more_before_the_first_turn_when_it_is_to_answer() -> None:
+    chat = Chat(byte_tokenizer(each("{{ m.content ~ eos_token }}", gen("<hint>"), gen("<think>"))))
+    (sample,) = chat.samples(TALK[:2])
+    assert chat.tokenizer.decode(sample.token_ids) == "<hint>Hi<|im_end|><think>Hello.<|im_end|>"
 
 
 def test_reasoning_is_supervised_where_the_template_writes_it() -> None:
@@ -119,6 +129,16 @@ def test_a_tool_call_that_ends_with_a_token_of_its_own() -> None:
         "<|channel|>analysis<|message|>sum<|end|><|start|>assistant to=add<|channel|>commentary<|message|>"
         '{"a": 2, "b": 2}<|call|>'
     ]
+
+
+def test_the_end_of_a_thought_is_not_the_end_of_the_answer() -> None:
+    template = each(
+        "{{ '<|start|>' ~ m.role }}{% if m.reasoning_content %}{{ '<think>' ~ m.reasoning_content ~ '<|end|>' }}{% endif %}"
+        "{{ m.content ~ '<|end|>' }}",
+        last=gen("<|start|>assistant"),
+    )
+    chat = Chat(byte_tokenizer(template, eos="<|end|>", more=("<|start|>", "<|end|>")))
+    assert emitted(chat, [TALK[2], {**TALK[3], "reasoning_content": "add"}]) == ["<think>add<|end|>4<|end|>"]
 
 
 def test_an_answer_of_weight_zero_is_read_and_not_learnt() -> None:
