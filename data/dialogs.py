@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from headway.data.jsonl import AppendLog, whole_lines
+from headway.data.jsonl import AppendLog, each_line
 from headway.data.manifest import FORMAT, read_json, require_same, write_json
 from headway.heads.common.errors import HeadwayError
 
@@ -74,9 +75,13 @@ class DialogWriter:
     Raises HeadwayError on opening when the folder was made from anything else, naming the difference.
     """
 
-    def __init__(self, folder: Path | str, identity: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
-        """`identity` must equal that of the folder to continue; `facts` are only recorded."""
+    def __init__(
+        self, folder: Path | str, identity: dict[str, Any], facts: dict[str, Any] | None = None, *, keep: bool = True
+    ) -> None:
+        """`identity` must equal that of the folder to continue; `facts` are only recorded. Without `keep` no dialog stays
+        in memory, and `done` has None for each."""
         self.folder = Path(folder)
+        self._keep = keep
         self._manifest = {"format": FORMAT, "kind": "dialogs", **identity, **(facts or {})}
         if (self.folder / "manifest.json").exists():
             require_same(
@@ -89,12 +94,11 @@ class DialogWriter:
         """What the folder holds: dialogs, supervised tokens, dialogs by finish, and dropped ids by reason."""
         if not (self.folder / "manifest.json").exists():
             self._write_manifest()  # before the logs, which it says what they are
-        self._log = AppendLog(self.folder / "dialogs.jsonl")
-        self._dropped = AppendLog(self.folder / "dropped.jsonl")
         self.done: dict[str, Dialog | None] = {}
         """Every id that was dealt with: its dialog, or None where it was dropped."""
-        for dialog in _dialogs(self._log.path, self._log.rows):
-            self._count(dialog)
+        check = _Check(self.folder / "dialogs.jsonl")
+        self._log = AppendLog(check.path, each=lambda row: self._count(check(row)))
+        self._dropped = AppendLog(self.folder / "dropped.jsonl")
         for row in self._dropped.rows:
             self.done.setdefault(str(row["id"]), None)
             self.counts[f"dropped: {row['reason']}"] += 1
@@ -113,6 +117,10 @@ class DialogWriter:
         self.done[row_id] = None
         self.counts[f"dropped: {reason}"] += 1
 
+    def record(self, **facts: Any) -> None:
+        """Add facts to the manifest; they do not bind who continues the folder."""
+        self._manifest |= facts
+
     def close(self) -> None:
         """Bring rows and manifest to the disk; safe to call twice."""
         self._log.close()
@@ -120,7 +128,7 @@ class DialogWriter:
         self._write_manifest()
 
     def _count(self, dialog: Dialog) -> None:
-        self.done[dialog.id] = dialog
+        self.done[dialog.id] = dialog if self._keep else None
         self.counts["dialogs"] += 1
         self.counts["tokens"] += sum(end - start for start, end in dialog.spans)
         self.counts[dialog.finish] += 1
@@ -145,19 +153,25 @@ def read_dialogs(folder: Path | str) -> list[Dialog]:
 
     Raises HeadwayError for a missing or empty folder, or a row that does not fit its manifest, naming the line.
     """
+    return list(each_dialog(folder))
+
+
+def each_dialog(folder: Path | str) -> Iterator[Dialog]:
+    """Yield what `read_dialogs` returns, one dialog in memory at a time, raising as it does."""
     folder = Path(folder)
     vocab_size = read_manifest(folder).get("vocab_size")
-    rows, _ = whole_lines(folder / "dialogs.jsonl")
-    dialogs = _dialogs(folder / "dialogs.jsonl", rows)
-    if not dialogs:
-        raise HeadwayError(f"{folder} holds no dialogs; make some with `headway distill`")
-    for line, dialog in enumerate(dialogs, 1):
+    check = _Check(folder / "dialogs.jsonl")
+    line = 0
+    for line, row in enumerate(each_line(check.path), 1):
+        dialog = check(row)
         if vocab_size and max(dialog.token_ids) >= vocab_size:
             raise HeadwayError(
-                f"{folder / 'dialogs.jsonl'} line {line} has token {max(dialog.token_ids)}, but the manifest says a "
+                f"{check.path} line {line} has token {max(dialog.token_ids)}, but the manifest says a "
                 f"vocabulary of {vocab_size}; make the folder again"
             )
-    return dialogs
+        yield dialog
+    if not line:
+        raise HeadwayError(f"{folder} holds no dialogs; make some with `headway distill`")
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any]:
@@ -175,15 +189,22 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def _dialogs(path: Path, rows: list[dict[str, Any]]) -> list[Dialog]:
-    dialogs, seen = [], set()
-    for line, row in enumerate(rows, 1):
+class _Check:
+    """Makes dialogs of the rows of a file, one by one. Raises HeadwayError naming the line of a row that is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._line = 0
+        self._seen: set[str] = set()
+
+    def __call__(self, row: dict[str, Any]) -> Dialog:
+        self._line += 1
+        where = f"{self.path} line {self._line}"
         try:
             dialog = Dialog.from_json(row)
         except (ValueError, TypeError) as error:
-            raise HeadwayError(f"{path} line {line}: {error}; delete that line, or make the folder again") from error
-        if dialog.id in seen:
-            raise HeadwayError(f"{path} line {line} repeats id {dialog.id!r}; delete one of the two lines")
-        seen.add(dialog.id)
-        dialogs.append(dialog)
-    return dialogs
+            raise HeadwayError(f"{where}: {error}; delete that line, or make the folder again") from error
+        if dialog.id in self._seen:
+            raise HeadwayError(f"{where} repeats id {dialog.id!r}; delete one of the two lines")
+        self._seen.add(dialog.id)
+        return dialog

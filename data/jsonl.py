@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -12,19 +13,19 @@ from headway.heads.common.errors import HeadwayError
 
 
 class AppendLog:
-    """An open JSON-lines file; `rows` are the lines it held when opened.
+    """An open JSON-lines file; `rows` are the lines it held when opened, unless `each` took them one by one.
 
     Every line reaches the system at once and the disk every `sync_every` lines and on close.
     """
 
-    def __init__(self, path: Path, sync_every: int = 16) -> None:
+    def __init__(self, path: Path, sync_every: int = 16, each: Callable[[dict[str, Any]], None] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._sync_every = sync_every
         self._unsynced = 0
         self._file = path.open("ab")
         lock(self._file, path)
-        self.rows, whole = whole_lines(path)
+        self.rows, whole = whole_lines(path, each)
         # Appending starts after the last whole line, over whatever a crash left behind it.
         self._file.truncate(whole)
 
@@ -67,15 +68,30 @@ def lock(file: BinaryIO, path: Path) -> None:
         raise HeadwayError(f"{path} is being written by another process; wait for it, or write elsewhere") from None
 
 
-def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+def whole_lines(path: Path, each: Callable[[dict[str, Any]], None] | None = None) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a log and the bytes they fill; a torn last line is left out. A missing file is empty.
 
+    With `each`, which is called with every row, the rows returned are none, so that a log may be larger than the memory.
     Raises HeadwayError for a broken line that is not the last.
     """
-    if not path.exists():
-        return [], 0
     rows: list[dict[str, Any]] = []
     whole = 0
+    for row, end in _ended_lines(path):
+        whole = end
+        (rows.append if each is None else each)(row)
+    return rows, whole
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a log, one in memory at a time, as `whole_lines` returns them."""
+    return (row for row, _ in _ended_lines(path))
+
+
+def _ended_lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each row and the byte it ends at."""
+    if not path.exists():
+        return
+    end = 0
     torn: int | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -86,8 +102,7 @@ def whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
             except ValueError:
                 row = None
             if isinstance(row, dict):
-                rows.append(row)
-                whole += len(line)
+                end += len(line)
+                yield row, end
             else:
                 torn = number
-    return rows, whole

@@ -89,3 +89,15 @@ def settings_json(settings: Settings) -> dict[str, Any]:
 def digest(*parts: Any) -> str:
     """Return the sha256 of some JSON-ready values."""
     return hashlib.sha256(json.dumps(parts, ensure_ascii=False).encode("utf-8")).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    """Return the sha256 of a file's bytes. Raises HeadwayError where it cannot be read."""
+    try:
+        found = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+    except OSError as error:
+        raise HeadwayError(f"cannot read {path}: {error.strerror}") from None
+    return found.hexdigest()

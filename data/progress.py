@@ -9,8 +9,8 @@ import time
 class Progress:
     """Counts items and tokens and says how it goes."""
 
-    def __init__(self, what: str, total: int, *, seconds: float | None = None, show: bool = True) -> None:
-        """`total` items are still to be done; `seconds` is the time allowed, if it is limited."""
+    def __init__(self, what: str, total: int | None, *, seconds: float | None = None, show: bool = True) -> None:
+        """`total` items are still to be done, where that is known; `seconds` is the time allowed, if it is limited."""
         self.what, self.total, self.seconds, self.show = what, total, seconds, show
         self.done = 0
         self.tokens = 0
@@ -45,12 +45,13 @@ class Progress:
 
     def __str__(self) -> str:
         elapsed = max(self.elapsed, 1e-9)
-        by_items = (self.total - self.done) * elapsed / self.done if self.done else float("inf")
+        known = self.total is not None and self.done
+        by_items = ((self.total or 0) - self.done) * elapsed / self.done if known else float("inf")
         by_time = float("inf") if self.seconds is None else max(0.0, self.seconds - elapsed)
         left = min(by_items, by_time)
         eta = f", {_clock(left)} left" if left < float("inf") else ""
         # A total that the time will not allow says nothing.
-        of = f"/{self.total}" if by_items <= by_time else ""
+        of = f"/{self.total}" if self.total is not None and by_items <= by_time else ""
         return f"{self.what} {self.done}{of}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}"
 
 

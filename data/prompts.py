@@ -1,42 +1,38 @@
-"""Conversations and prompts from rows of many shapes; unusable rows are counted by reason, never fatal, never silent.
+"""Rows from one source or a mix of several; every row is used, or counted under a reason: none is fatal, none silent.
 
-Shapes: OpenAI `messages`, ShareGPT `conversations` (from/value), `turns` (the user's turns), `prompt` (with an optional
-`response` and `finish_reason`), and `text` (already rendered). A top-level `system` becomes the system turn.
+What a row may look like is in shapes.py, where it may come from in sources.py.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from headway.data.dialogs import conversation
-from headway.data.sources import RowError, raw_rows
+from headway.data.hashes import Hashes, place
+from headway.data.manifest import digest, digest_file
+from headway.data.shapes import Message, Row, encodable, row_of
+from headway.data.sources import NumberedRow, RowError, files_of, raw_rows
 from headway.heads.common.errors import HeadwayError
 
-Message = dict[str, str]
-"""{"role": "system" | "user" | "assistant", "content": str}"""
+__all__ = ["Intake", "IntakeReport", "Message", "Row", "read_rows"]
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+Part = Literal["all", "train", "held_out"]
+
 _BROKEN = ("broken JSON", "not UTF-8")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One usable row: either `messages` (system?, user, assistant, user, ... in turn) or `text`, never both."""
-
-    id: str
-    """Unique within its source, and the same at every reading."""
-    messages: list[Message] = field(default_factory=list)
-    text: str | None = None
-    """Text that is rendered already; no template is applied to it."""
-    cut: bool = False
-    """The last answer was stopped by a length limit, so its end is not the end of a turn."""
+_MOST_LINES = 1000
+_MOST_REASONS = 100
+_OTHER = "other reasons"
 
 
 @dataclass
 class IntakeReport:
-    """What became of every row: `rows == used + sum(skipped.values())`."""
+    """What became of every row read: `rows == used + sum(skipped.values())`."""
 
     source: str
     rows: int = 0
@@ -45,19 +41,32 @@ class IntakeReport:
     """Reason -> rows not used."""
     repaired: Counter[str] = field(default_factory=Counter)
     """What was done -> rows used after it."""
-    first: dict[str, int] = field(default_factory=dict)
+    first: dict[str, int | str] = field(default_factory=dict)
     """Reason -> line of the first row skipped for it."""
-    broken_lines: list[int] = field(default_factory=list)
-    """Line numbers (from 1) that could not be parsed."""
+    broken_lines: list[int | str] = field(default_factory=list)
+    """Line numbers (from 1) that could not be parsed, the first thousand of them."""
+    parts: list[IntakeReport] = field(default_factory=list)
+    """Of a mix of several sources: what became of each one's rows."""
 
-    def skip(self, reason: str, line: int) -> None:
+    def skip(self, reason: str, line: int | str) -> None:
         """Count one skipped row."""
+        if reason not in self.skipped and len(self.skipped) >= _MOST_REASONS:
+            reason = _OTHER  # reasons name what the row holds, so a hostile file could make up any number
         self.skipped[reason] += 1
         self.first.setdefault(reason, line)
-        if reason in _BROKEN:
+        if reason in _BROKEN and len(self.broken_lines) < _MOST_LINES:
             self.broken_lines.append(line)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts as they are kept in a manifest."""
+        counts: dict[str, Any] = {"source": self.source, "rows": self.rows, "used": self.used}
+        counts |= {"skipped": dict(self.skipped), "repaired": dict(self.repaired)}
+        return {**counts, "parts": [part.to_json() for part in self.parts]} if self.parts else counts
+
     def __str__(self) -> str:
+        if self.parts:
+            total = f"{len(self.parts)} sources: {self.used} of {self.rows} rows used"
+            return "\n".join([*map(str, self.parts), total])
         parts = [f"{self.source}: {self.used} of {self.rows} rows used"]
         for reason, count in self.skipped.most_common():
             parts.append(f"  skipped {count}: {reason} (first at line {self.first[reason]})")
@@ -68,145 +77,185 @@ class IntakeReport:
         return "\n".join(parts)
 
 
-def read_rows(
-    source: str, *, split: str = "train", limit: int | None = None, answers: bool = False
-) -> tuple[list[Row], IntakeReport]:
-    """Return the usable rows of `source` (at most `limit`) and the account of all rows read.
+class Intake:
+    """The usable rows of one source or several, read as they are asked for; `report` counts those read, once it is done.
 
-    With `answers` a row must hold an answer to learn from and may be `text`; without, a row must hold a user turn.
+    Several sources are mixed: the next row is of the source that is furthest behind its weight, so that any beginning of
+    the mix has the weights' proportions while every source lasts; when one runs out the others go on, and no row is lost.
+    The order, and the ids, depend on the sources and weights alone.
+    """
+
+    def __init__(
+        self,
+        sources: str | Sequence[str],
+        *,
+        split: str = "train",
+        limit: int | None = None,
+        answers: bool = False,
+        tools: bool | None = None,
+        dedupe: bool = False,
+        held_out: float = 0.0,
+        part: Part = "train",
+    ) -> None:
+        """A source may end in `=WEIGHT`, 1 where it does not. At most `limit` rows are used of each source.
+
+        With `answers` a row must hold an answer to learn from and may be text or tokens; without, a row must hold a user
+        turn. `tools` says whether rows with tools or tool turns are used, and is as `answers` where not given. With
+        `dedupe` a row that says what an earlier one said is skipped; without `answers`, one that asks what it asked. Of
+        the rows whose id has its place in the first `held_out` of [0, 1), none is in the `part` train, only they are in
+        held_out. Raises HeadwayError for a weight or share that is none.
+        """
+        given = [sources] if isinstance(sources, str) else list(sources)
+        self.sources, self.weights = map(list, zip(*map(split_weight, given), strict=True)) if given else ([], [])
+        if not given:
+            raise HeadwayError("no prompts were given; give a file, a folder or a hub id")
+        if not 0 <= held_out < 1:
+            raise HeadwayError(f"the held-out share is {held_out}; give a number from 0 to below 1, such as 0.02")
+        self._split, self._limit, self._answers = split, limit, answers
+        self._tools = answers if tools is None else tools
+        self._held_out, self._part = held_out, part
+        self._dedupe = dedupe
+        names = [Path(source).name.partition(".")[0] for source in self.sources]
+        self._names = [n if names.count(n) == 1 else f"{n}{i + 1}" for i, n in enumerate(names)]
+        self.report = IntakeReport("")
+        self._begin()
+
+    def identity(self) -> dict[str, Any]:
+        """Return what says which rows these are: sources, the hashes of local files, and how they are chosen."""
+        files = [file for source in self.sources for file in files_of(source, self._split)]
+        chosen = {"split": self._split, "limit": self._limit, "dedupe": self._dedupe, "held_out": self._held_out}
+        return {
+            "source": ", ".join(self.sources),
+            "sha256": digest([digest_file(file) for file in files]),
+            "chosen": {**chosen, "weights": self.weights},
+        }
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows, from the beginning at each call. Raises HeadwayError for a missing source, or when no row is
+        usable."""
+        self._begin()
+        left = [
+            self._usable(raw_rows(source, self._split), part, name)
+            for source, part, name in zip(self.sources, self._parts, self._names, strict=True)
+        ]
+        alive = list(range(len(left)))
+        try:
+            while alive:
+                # Stride scheduling: ties go to the source given first.
+                turn = min(alive, key=lambda i: (self._parts[i].used + 1) / self.weights[i])
+                row = next(left[turn], None)
+                if row is not None:
+                    yield row
+                    continue
+                alive.remove(turn)
+                if not self._parts[turn].used:
+                    said = " ".join(str(self._parts[turn]).split())
+                    raise HeadwayError(f"no usable rows. {said}; see the README for the shapes of a row")
+        finally:
+            self._add_up()
+
+    def _begin(self) -> None:
+        self._parts = [IntakeReport(source) for source in self.sources]
+        self.report = self._parts[0] if len(self._parts) == 1 else IntakeReport("", parts=self._parts)
+        self._ids, self._said = Hashes(), Hashes()
+
+    def _usable(self, rows: Iterator[NumberedRow], report: IntakeReport, name: str) -> Iterator[Row]:
+        while self._limit is None or report.used < self._limit:
+            line, raw = next(rows, (0, None))
+            if not line:
+                return
+            report.rows += 1
+            repairs: list[str] = []
+            try:
+                row = self._row(raw, line, name, repairs)
+            except RowError as error:
+                report.skip(str(error), line)
+                continue
+            report.used += 1
+            report.repaired.update(repairs)
+            yield row
+
+    def _row(self, raw: Any, line: int | str, name: str, repairs: list[str]) -> Row:
+        """Return the row with its id, or raise RowError."""
+        where = f"line{line}" if isinstance(line, int) else line
+        mixed = f"{name}:{where}" if len(self.sources) > 1 else where
+        given = given_id(raw)
+        row_id = mixed if given is None else encodable(given)
+        row = row_of(raw, row_id, answers=self._answers, tools=self._tools, repairs=repairs)
+        if conversation(row_id) != row_id:
+            row_id = f"{row_id}~{mixed}"
+            repairs.append("id ends as that of a later turn, line number added")
+        if self._part != "all" and (place(row_id) < self._held_out) != (self._part == "held_out"):
+            raise RowError("held out" if self._part == "train" else "not held out")
+        if self._dedupe and not self._said.add(_said(row, self._answers)):
+            raise RowError("duplicate")
+        if not self._ids.add(row_id):
+            row_id = f"{row_id}~{mixed}"
+            self._ids.add(row_id)
+            repairs.append("id already taken, line number added")
+        return row if row_id == row.id else _with_id(row, row_id)
+
+    def _add_up(self) -> None:
+        total = self.report
+        if total.parts:
+            total.rows = sum(part.rows for part in total.parts)
+            total.used = sum(part.used for part in total.parts)
+            total.skipped = sum((part.skipped for part in total.parts), Counter())
+            total.repaired = sum((part.repaired for part in total.parts), Counter())
+
+
+def read_rows(
+    source: str | Sequence[str],
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    answers: bool = False,
+    tools: bool | None = None,
+    dedupe: bool = False,
+    held_out: float = 0.0,
+    part: Part = "train",
+) -> tuple[list[Row], IntakeReport]:
+    """Return the usable rows of a source or several, and the account of all rows read; see Intake for the options.
+
     Raises HeadwayError for a missing source, or when no row is usable.
     """
-    rows: list[Row] = []
-    seen: set[str] = set()
-    report = IntakeReport(source)
-    for line, raw in raw_rows(source, split):
-        if limit is not None and len(rows) >= limit:
-            break
-        report.rows += 1
-        repairs: list[str] = []
-        try:
-            row = _row(raw, line, answers, repairs)
-        except RowError as error:
-            report.skip(str(error), line)
-            continue
-        if row.id in seen:
-            row = Row(f"{row.id}~line{line}", row.messages, row.text, row.cut)
-            repairs.append("id already taken, line number added")
-        if conversation(row.id) != row.id:
-            row = Row(f"{row.id}~line{line}", row.messages, row.text, row.cut)
-            repairs.append("id ends as that of a later turn, line number added")
-        seen.add(row.id)
-        rows.append(row)
-        report.repaired.update(repairs)
-    report.used = len(rows)
-    if not rows:
-        raise HeadwayError(f"no usable rows. {' '.join(str(report).split())}; see the README for the shapes of a row")
-    return rows, report
+    intake = Intake(
+        source, split=split, limit=limit, answers=answers, tools=tools, dedupe=dedupe, held_out=held_out, part=part
+    )
+    return list(intake), intake.report
 
 
-def _row(raw: Any, line: int, answers: bool, repairs: list[str]) -> Row:
-    """Return the row, appending to `repairs` what was changed. Raises RowError with the reason it is unusable."""
-    if isinstance(raw, RowError):
-        raise raw
-    if not isinstance(raw, dict):
-        raise RowError(f"row is a JSON {type(raw).__name__}, not an object")
-    given = next((raw[k] for k in ("id", "question_id", "task_id") if raw.get(k) not in (None, "")), None)
-    row_id = f"line{line}" if given is None else _encodable(str(given))
-    if isinstance(raw.get("text"), str) and not any(k in raw for k in ("messages", "conversations", "turns", "prompt")):
-        if not answers:
-            raise RowError("already rendered text (`headway convert` takes it)")
-        if not raw["text"].strip():
-            raise RowError("blank text")
-        return Row(row_id, text=_encodable(raw["text"]))
-    messages = _in_turn(_messages(raw), repairs)
-    if answers and all(m["role"] != "assistant" for m in messages):
-        raise RowError("no answer")
-    return Row(row_id, messages, cut=raw.get("finish_reason") == "length" and messages[-1]["role"] == "assistant")
-
-
-def _messages(raw: dict[str, Any]) -> list[Message]:
-    """Return the messages of a row of any shape, roles and content normalised."""
-    pairs = _role_content_pairs(raw)
-    if not pairs:
-        raise RowError("empty conversation")
-    messages = [{"role": _role(role), "content": _content(content)} for role, content in pairs]
-    if isinstance(raw.get("system"), str) and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": _encodable(raw["system"])})
-    return messages
-
-
-def _role_content_pairs(raw: dict[str, Any]) -> list[tuple[Any, Any]]:
-    listed = next((raw[k] for k in ("messages", "conversations") if raw.get(k) is not None), None)
-    if listed is None and isinstance(raw.get("prompt"), list):
-        listed = raw["prompt"]
-    if listed is not None:
-        if not isinstance(listed, list) or not all(isinstance(m, dict) for m in listed):
-            raise RowError("conversation is not a list of messages")
-        return [(m.get("role", m.get("from")), m.get("content", m.get("value"))) for m in listed]
-    if isinstance(raw.get("turns"), list):
-        # Turns without answers between them: the target's answers go there.
-        return [("user", turn) for turn in raw["turns"]]
-    if "prompt" in raw:
-        answer = raw.get("response")
-        return [("user", raw["prompt"])] + ([] if answer is None else [("assistant", answer)])
-    raise RowError(f"no conversation field (has {', '.join(sorted(map(str, raw))[:6]) or 'nothing'})")
-
-
-def _role(role: Any) -> str:
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RowError(f"unknown role {role!r}")
-    return _ROLES[role]
-
-
-def _content(content: Any) -> str:
-    """Return the text of a message; a list of text parts is joined."""
-    if content is None:
-        raise RowError("null content")
-    if isinstance(content, str):
-        return _encodable(content)
-    if not isinstance(content, list):
-        raise RowError(f"content is a JSON {type(content).__name__}")
-    texts = []
-    for part in content:
-        kind = part.get("type", "unknown") if isinstance(part, dict) else "text"
-        if kind != "text":
-            raise RowError(f"multimodal content (part of type {kind!r})")
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise RowError("null content")
-        texts.append(text)
-    return _encodable("".join(texts))
-
-
-def _encodable(text: str) -> str:
-    """Return `text`, or raise RowError where no tokenizer could read it (JSON can spell lone surrogates)."""
+def split_weight(source: str) -> tuple[str, float]:
+    """Return a source without its `=WEIGHT`, and the weight. Raises HeadwayError unless it is above 0."""
+    found = re.fullmatch(r"(.+)=([-+.\deE]+)", source)
+    if found is None or Path(source).expanduser().exists():
+        return source, 1.0
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise RowError("text holds a lone surrogate") from None
-    return text
+        weight = float(found[2])
+    except ValueError:
+        return source, 1.0
+    if not 0 < weight < float("inf"):
+        raise HeadwayError(f"the weight of {found[1]!r} is {found[2]}; give a number above 0, as in prompts.jsonl=0.3")
+    return found[1], weight
 
 
-def _in_turn(messages: list[Message], repairs: list[str]) -> list[Message]:
-    """Return messages as system?, user, assistant, user, ...; raise RowError where that cannot be."""
-    system, rest = [], messages
-    if messages[0]["role"] == "system":
-        system, rest = messages[:1], messages[1:]
-        if not system[0]["content"].strip():
-            system = []
-            repairs.append("blank system turn left out")
-    first_user = next((i for i, m in enumerate(rest) if m["role"] == "user"), None)
-    if first_user is None:
-        raise RowError("no user turn")
-    if first_user > 0:
-        repairs.append("used from the first user turn")
-    rest = rest[first_user:]
-    user_only = all(m["role"] == "user" for m in rest)
-    for i, message in enumerate(rest):
-        if message["role"] == "system":
-            raise RowError("system turn inside the conversation")
-        if not message["content"].strip():
-            raise RowError("blank user turn" if message["role"] == "user" else "blank answer, nothing to learn")
-        if not user_only and message["role"] != ("user", "assistant")[i % 2]:
-            raise RowError(f"two {message['role']} turns in a row")
-    return system + rest
+def given_id(raw: Any) -> str | None:
+    """Return the id that a raw row brings, as text; None where it has none."""
+    if not isinstance(raw, dict):
+        return None
+    given = next((raw[k] for k in ("id", "question_id", "task_id") if raw.get(k) not in (None, "")), None)
+    return None if given is None else str(given)
+
+
+def _with_id(row: Row, row_id: str) -> Row:
+    return Row(row_id, row.messages, row.text, row.cut, row.tools, row.token_ids, row.spans)
+
+
+def _said(row: Row, answers: bool) -> str:
+    """Return what a row says, or only what it asks, with blanks made even: equal for duplicates."""
+    if row.token_ids is not None:
+        return json.dumps(row.token_ids)
+    if row.text is not None:
+        return " ".join(row.text.split())
+    turns = [m for m in row.messages if answers or m["role"] in ("system", "user")]
+    return json.dumps([row.tools, [{**m, "content": " ".join(m["content"].split())} for m in turns]], sort_keys=True)

@@ -1,54 +1,113 @@
-"""Raw rows from a file, a folder or a `datasets` id: numbered, parsed, never fatal for one broken line."""
+"""Raw rows from files, folders and `datasets` ids: numbered, parsed, one at a time, never fatal for one broken row."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
+from headway.data.json_array import array_items
 from headway.heads.common.errors import HeadwayError
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+KINDS = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_LARGEST_CELL = 64 << 20
 
 
 class RowError(ValueError):
     """Why one row cannot be used; the message is the reason that is counted."""
 
 
-NumberedRow = tuple[int, Any]
-"""(line or row number from 1, the parsed value, or the RowError that says why it could not be parsed)."""
+NumberedRow = tuple[int | str, Any]
+"""(line or row number from 1, after the file's name in a folder; the parsed value, or the RowError that says why there is
+none)."""
 
 
 def raw_rows(source: str, split: str = "train") -> Iterator[NumberedRow]:
-    """Yield the numbered rows of `source`: a .jsonl, .json or .parquet file, a dataset folder, or a hub id[:config].
+    """Yield the numbered rows of `source`: a file of one of KINDS, a folder of them or of a saved dataset, or a hub
+    id[@revision][:config]. Rows are read as they are asked for, so a source may be larger than the memory.
 
-    Text is UTF-8 whatever the locale; a byte-order mark, CRLF and blank lines are tolerated.
-    Raises HeadwayError when the source does not exist or cannot be opened.
+    Of a folder whose files are named after splits, those of `split` are read. Text is UTF-8 whatever the locale; a
+    byte-order mark, CRLF and blank lines are tolerated. Raises HeadwayError when the source cannot be opened.
     """
-    path = Path(source)
+    path = Path(source).expanduser()
     if path.is_file():
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise HeadwayError(f"cannot read {source!r}: {error.strerror}") from None
-        if path.suffix == ".parquet":
-            return _parquet(path)
-        if path.suffix == ".json":
-            return _json(path)
-        return _jsonl(path)
-    looks_local = path.suffix in _SUFFIXES or path.is_absolute() or source.startswith(".") or source.count("/") > 1
-    if looks_local and not path.is_dir():
-        raise HeadwayError(f"prompts file {source!r} does not exist; give a .jsonl, .json or .parquet file or a hub id")
+        return _file(path)
+    if path.is_dir():
+        return _folder(path, split)
+    looks_local = _kind(path) != "" or path.is_absolute() or source.startswith(".") or source.count("/") > 1
+    if looks_local:
+        raise HeadwayError(
+            f"prompts file {source!r} does not exist; give a file ({', '.join(KINDS)}), a folder, or a hub id"
+        )
     return _dataset(source, split)
 
 
+def files_of(source: str, split: str = "train") -> list[Path]:
+    """Return the local files that `raw_rows` reads, in order; none for a hub id."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return []
+    if _is_saved_dataset(path):
+        return sorted(path.rglob("*.arrow"))
+    files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) and not _is_hidden(file, path))
+    named = {file: _SPLITS & set(re.split(r"[^a-z]+", str(file.relative_to(path)).lower())) for file in files}
+    if any(named.values()):
+        files = [file for file in files if split in named[file]]
+        if not files:
+            known = sorted(set().union(*named.values()))
+            raise HeadwayError(
+                f"folder {source!r} has no file of the split {split!r}; --split can be {', '.join(known)}"
+            )
+    return files
+
+
+def _kind(path: Path) -> str:
+    return next((kind for kind in KINDS if path.name.lower().endswith(kind)), "")
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _file(path: Path) -> Iterator[NumberedRow]:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise HeadwayError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    readers = {".parquet": _parquet, ".json": _json, ".csv": _table, ".tsv": _table}
+    return readers.get(_kind(path), _jsonl)(path)
+
+
+def _folder(path: Path, split: str) -> Iterator[NumberedRow]:
+    if _is_saved_dataset(path):
+        return _dataset(str(path), split)
+    files = files_of(str(path), split)
+    if not files:
+        raise HeadwayError(f"folder {str(path)!r} holds no rows; it needs files of {', '.join(KINDS)}")
+    return ((f"{file.relative_to(path)}:{number}", row) for file in files for number, row in _file(file))
+
+
 def _jsonl(path: Path) -> Iterator[NumberedRow]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if line:
-                yield number, _parse(line)
+    zipped = path.name.lower().endswith(".gz")
+    try:
+        with cast(BinaryIO, gzip.open(path)) if zipped else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                line = line.removeprefix(b"\xef\xbb\xbf").strip()
+                if line:
+                    yield number, _parse(line)
+    except (EOFError, gzip.BadGzipFile, OSError) as error:
+        raise HeadwayError(f"{path} cannot be read to its end: {_first_line(error)}; copy it again") from error
 
 
 def _parse(line: bytes) -> Any:
@@ -61,7 +120,20 @@ def _parse(line: bytes) -> Any:
 
 
 def _json(path: Path) -> Iterator[NumberedRow]:
-    """Rows of one JSON array (or an object whose `data` is one); a file that is really JSON lines is read as such."""
+    """Rows of one JSON array, element by element; of an object, those in its `data`; of JSON lines, the lines."""
+    with path.open("rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start == b"[":
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as text:
+            for number, (item, reason) in enumerate(array_items(text), 1):
+                yield number, RowError(reason) if reason else item
+        return
+    with path.open("rb") as file:
+        first = _parse(file.readline().removeprefix(b"\xef\xbb\xbf").strip())
+        more = any(line.strip() for line in file)
+    if more and not isinstance(first, RowError):
+        yield from _jsonl(path)
+        return
     try:
         value = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -73,13 +145,50 @@ def _json(path: Path) -> Iterator[NumberedRow]:
     yield from enumerate(rows, 1)
 
 
+def _table(path: Path) -> Iterator[NumberedRow]:
+    """Rows of a table under a header; their number is the line that they begin in."""
+    before = csv.field_size_limit(_LARGEST_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            header = file.readline()
+            tab = _kind(path) == ".tsv" or ("\t" in header and "," not in header)
+            delimiter = "\t" if tab else ";" if ";" in header and "," not in header else ","
+            file.seek(0)
+            yield from _table_rows(csv.reader(file, delimiter=delimiter))
+    finally:
+        csv.field_size_limit(before)
+
+
+def _table_rows(reader: Any) -> Iterator[NumberedRow]:
+    names: list[str] | None = None
+    while True:
+        begin = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield begin, RowError("broken CSV")
+            continue
+        if not cells:
+            continue
+        if names is None:
+            names = cells
+        elif len(cells) != len(names):
+            yield begin, RowError(f"{'more' if len(cells) > len(names) else 'fewer'} cells than the header has")
+        elif any("\udc80" <= char <= "\udcff" for cell in cells if not cell.isascii() for char in cell):
+            yield begin, RowError("not UTF-8")
+        else:
+            yield begin, dict(zip(names, cells, strict=True))
+
+
 def _parquet(path: Path) -> Iterator[NumberedRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
@@ -92,12 +201,13 @@ def _dataset(source: str, split: str) -> Iterator[NumberedRow]:
     from huggingface_hub.errors import HfHubHTTPError
 
     name, _, config = source.partition(":")
+    name, _, revision = name.partition("@")
     try:
-        if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
+        if _is_saved_dataset(Path(source)):
             loaded = datasets.load_from_disk(source)
             rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
-            rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
+            rows = datasets.load_dataset(name, config or None, split=split, revision=revision or None, streaming=True)
         yield from enumerate(rows, 1)
     except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError, HfHubHTTPError) as error:
         raise HeadwayError(

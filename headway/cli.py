@@ -46,7 +46,23 @@ TreeOption = Annotated[
     ),
 ]
 PromptsOption = Annotated[
-    list[str], typer.Option("--prompts", "-p", help="A .jsonl, .json or .parquet file, or a hub id; may be repeated.")
+    list[str],
+    typer.Option("--prompts", "-p", help="A file (jsonl, json, csv, parquet), a folder or a hub id; may be repeated."),
+]
+MixOption = Annotated[
+    list[str],
+    typer.Option(
+        "--prompts",
+        "-p",
+        help="A file (jsonl, json, csv, parquet), a folder or a hub id; may be repeated, and end in =WEIGHT for a mix.",
+    ),
+]
+DedupeOption = Annotated[bool, typer.Option("--dedupe", help="Skip rows that repeat an earlier one; they are counted.")]
+HoldOutOption = Annotated[
+    float, typer.Option("--hold-out", help="Leave out this share of the rows, always the same ones, by the hash of id.")
+]
+HeldOutOption = Annotated[
+    float, typer.Option("--held-out", help="Use only the rows that --hold-out of the same share leaves out; 0: all.")
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first N rows of each prompts file.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -64,6 +80,8 @@ OtherOption = Annotated[
     bool, typer.Option("--other-target", help="Use the head though it was trained for a target of another name.")
 ]
 TemplateOption = Annotated[str | None, typer.Option("--chat-template", help="Jinja file, in place of the tokenizer's.")]
+data_app = typer.Typer(name="data", help="Look at data.", no_args_is_help=True)
+app.add_typer(data_app)
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -87,7 +105,7 @@ def command(name: str, **extra: Any) -> Callable[[Callable[..., None]], Callable
                 print("headway: interrupted", file=sys.stderr)
                 raise typer.Exit(130) from None
 
-        return app.command(name, **extra)(guarded)
+        return (extra.pop("of", None) or app).command(name, **extra)(guarded)
 
     return register
 
@@ -263,6 +281,7 @@ def bench_command(
     prompts: PromptsOption,
     head: Annotated[list[str] | None, typer.Option(help="Head folders or hub ids; H1,H2 or repeated.")] = None,
     limit: LimitOption = None,
+    held_out: HeldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 128,
     draft: Annotated[
         list[str] | None, typer.Option(help=DRAFT_HELP + " May be repeated; adds transformers' own.")
@@ -312,7 +331,7 @@ def bench_command(
         measure.require_matplotlib()
     tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
     use_template(tokenizer, chat_template)
-    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit, held_out)
     sources = [inputs.head_source(h) for given in head or [] for h in given.split(",") if h]
     for source in sources:
         inputs.check_head(source, info)
@@ -454,6 +473,7 @@ def eval_command(
     head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
     prompts: PromptsOption,
     limit: LimitOption = None,
+    held_out: HeldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 128,
     batch: BatchOption = 1,
     tree: TreeOption = None,
@@ -481,7 +501,7 @@ def eval_command(
         inputs.check_file(out)
     tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
     use_template(tokenizer, chat_template)
-    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit, held_out)
     source = inputs.head_source(head)
     inputs.check_head(source, info)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
@@ -562,10 +582,12 @@ def _show_rows(title: str, rows: list[dict]) -> None:
 @command("distill")
 def distill_command(
     target: TargetOption,
-    prompts: Annotated[str, typer.Option("--prompts", "-p", help="A .jsonl, .json or .parquet file, or a hub id.")],
+    prompts: MixOption,
     out: Annotated[Path, typer.Option(help="Folder for the dialogs; one begun alike is continued.")],
     split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
     limit: LimitOption = None,
+    dedupe: DedupeOption = False,
+    hold_out: HoldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 512,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
@@ -598,7 +620,7 @@ def distill_command(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
     inputs.check_folder(out)
-    rows, report = read_rows(prompts, split=split, limit=limit)
+    rows, report = read_rows(prompts, split=split, limit=limit, dedupe=dedupe, held_out=hold_out)
     print(report, file=sys.stderr)
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
@@ -609,7 +631,7 @@ def distill_command(
         out,
         settings=settings,
         batch_size=batch_size,
-        source=prompts,
+        source=", ".join(prompts),
         max_tokens_total=max_tokens_total,
         seconds=seconds,
         record=usual_taps(loaded.info) if record else (),
@@ -665,12 +687,12 @@ def prompts_command(
 @command("convert")
 def convert_command(
     target: TargetOption,
-    prompts: Annotated[
-        str, typer.Option("--prompts", "-p", help="Rows that hold answers: .jsonl, .json, .parquet, hub id.")
-    ],
+    prompts: MixOption,
     out: Annotated[Path, typer.Option(help="Folder for the dialogs; one begun alike is continued.")],
-    split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
+    split: Annotated[str, typer.Option(help="Of a hub dataset, or of a folder.")] = "train",
     limit: LimitOption = None,
+    dedupe: DedupeOption = False,
+    hold_out: HoldOutOption = 0.0,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Cut dialogs to so many tokens; cuts are counted.")
     ] = None,
@@ -681,18 +703,61 @@ def convert_command(
     from headway import inputs
     from headway.data.chat import use_template
     from headway.data.convert import convert
-    from headway.data.prompts import read_rows
+    from headway.data.progress import Progress
+    from headway.data.prompts import Intake
     from headway.inference.target import load_info, load_tokenizer
 
     inputs.quiet()
     inputs.check_folder(out)
-    rows, report = read_rows(prompts, split=split, limit=limit, answers=True)
-    print(report, file=sys.stderr)
+    rows = Intake(prompts, split=split, limit=limit, answers=True, dedupe=dedupe, held_out=hold_out)
     tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
     if chat_template is not None:
         use_template(tokenizer, chat_template)
-    counts = convert(tokenizer, rows, out, target=info, max_length=max_length, source=prompts)
+    progress = Progress("convert: rows", None)
+    counts = convert(
+        tokenizer,
+        rows,
+        out,
+        target=info,
+        max_length=max_length,
+        on_row=lambda tokens: progress.add(items=1, tokens=tokens),
+    )
+    progress.close(str(rows.report))
     print(f"{out}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}", file=sys.stderr)
+
+
+@command("inspect", of=data_app)
+def inspect_command(
+    source: Annotated[list[str], typer.Argument(help="A dialogs folder, or rows that `headway convert` takes.")],
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", help="Whose tokenizer; of a dialogs folder, what its manifest says.")
+    ] = None,
+    show: Annotated[int, typer.Option("--show", "-n", min=0, help="Dialogs to print; all are counted.")] = 3,
+    row: Annotated[str | None, typer.Option(help="Print only the dialog of this id.")] = None,
+    split: Annotated[str, typer.Option(help="Of a hub dataset, or of a folder.")] = "train",
+    limit: LimitOption = None,
+    dedupe: DedupeOption = False,
+    hold_out: HoldOutOption = 0.0,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Cut dialogs to so many tokens.")] = None,
+    chat_template: TemplateOption = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Print dialogs with what is supervised in colour (between {+ and +} in a file), and count all of them."""
+    from headway import inputs
+    from headway.data.inspect import inspect
+    from headway.data.prompts import Intake
+
+    inputs.quiet()
+    rows = Intake(source, split=split, limit=limit, answers=True, dedupe=dedupe, held_out=hold_out)
+    inspect(
+        rows,
+        target=target,
+        show_rows=show,
+        only=row,
+        max_length=max_length,
+        chat_template=chat_template,
+        revision=revision,
+    )
 
 
 @command("tune")

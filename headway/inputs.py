@@ -167,9 +167,14 @@ def unfinished(
 
 
 def bench_prompts(
-    sources: Sequence[str], tokenizer: PreTrainedTokenizerBase, info: TargetInfo, limit: int | None
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    info: TargetInfo,
+    limit: int | None,
+    held_out: float = 0.0,
 ) -> list[Prompt]:
-    """Return (id, category, ids) of the first user turn of each row, at most `limit` rows of each source.
+    """Return (id, category, ids) of the first user turn of each row, at most `limit` rows of each source; with `held_out`,
+    only of rows in that share.
 
     The category is the row's own, else the name of its file. Rows that cannot be used are counted on stderr.
     """
@@ -181,7 +186,7 @@ def bench_prompts(
     prompts: list[Prompt] = []
     left_out: dict[str, int] = {}
     for source in sources:
-        rows, report = read_rows(source, limit=limit)
+        rows, report = read_rows(source, limit=limit, held_out=held_out, part="held_out" if held_out else "all")
         if report.skipped or report.repaired:
             print(report, file=sys.stderr)
         categories = _categories(source)
@@ -205,6 +210,7 @@ def bench_prompts(
 
 def _categories(source: str) -> dict[str, str]:
     """Return the `category` of each row of a local file by its id."""
+    from headway.data.prompts import given_id
     from headway.data.sources import raw_rows
 
     if not Path(source).is_file():
@@ -212,9 +218,9 @@ def _categories(source: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line, raw in raw_rows(source):
         if isinstance(raw, dict) and isinstance(raw.get("category"), str):
-            given = next((raw[k] for k in ("id", "question_id", "task_id") if raw.get(k) not in (None, "")), None)
+            given = given_id(raw)
             # A repeated id gets its line number when rows are read.
-            found.setdefault(f"line{line}" if given is None else str(given), raw["category"])
+            found.setdefault(f"line{line}" if given is None else given, raw["category"])
             found[f"{given}~line{line}"] = raw["category"]
     return found
 

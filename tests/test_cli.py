@@ -327,6 +327,16 @@ def test_convert(run: Run, tmp_path: Path) -> None:
     assert "1 dialogs" in err
     assert "no answer" in err  # the other row is counted
     assert [dialog.id for dialog in read_dialogs(tmp_path / "d")] == ["a"]
+    code, out, _ = run("data", "inspect", str(tmp_path / "d"))
+    assert code == 0
+    assert "{+Hello there" in out
+    assert "1 dialogs" in out
+    code, out, _ = run("data", "inspect", str(tmp_path / "said.jsonl"), "-t", "target", "--show", "0")
+    assert code == 0
+    assert "1 of 2 rows used" in out
+    code, _, err = run("data", "inspect", str(tmp_path / "none.jsonl"), "-t", "target")
+    assert code == 2
+    assert "does not exist" in err
 
 
 def test_train_makes_a_head(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,15 +34,15 @@ END_IN_NEXT = (
 )
 
 
-def byte_tokenizer(chat_template: str | None = CHATML, pad: str = "<|pad|>") -> PreTrainedTokenizerFast:
-    """Return the tokenizer with the given chat template; its end-of-turn token is `<|im_end|>`."""
+def byte_tokenizer(
+    chat_template: str | None = CHATML, pad: str = "<|pad|>", eos: str = "<|im_end|>", more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with the given chat template; `more` special tokens follow, from id 264."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bare = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bare.decoder = decoders.ByteLevel()
-    bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bare, bos_token="<|bos|>", eos_token="<|im_end|>", pad_token=pad
-    )
+    bare.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *more)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<|bos|>", eos_token=eos, pad_token=pad)
     tokenizer.chat_template = chat_template
     return tokenizer

@@ -158,6 +158,13 @@ def test_refusing_template_drops_the_row_with_its_words(tmp_path: Path) -> None:
     assert counts["dropped: the chat template refuses the conversation (no system)"] == 1
 
 
+def test_a_template_that_refuses_any_answer_is_one_error(tmp_path: Path) -> None:
+    template = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('ask first') }}{% endif %}" + CHATML
+    with pytest.raises(HeadwayError, match="ask first.*--chat-template FILE"):
+        convert(byte_tokenizer(template), [Row("a", talk("a", "b"))], tmp_path / "out", target=INFO)
+    assert not (tmp_path / "out").exists()
+
+
 def test_end_of_turn_is_what_the_template_writes() -> None:
     assert end_of_turn(byte_tokenizer()) == IM_END
     tokenizer = byte_tokenizer()
