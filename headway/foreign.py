@@ -28,7 +28,7 @@ from headway.heads.formats.layout import (
     write_folder,
 )
 from headway.heads.formats.reference import Finding, read
-from headway.inference.parity import Parity, compare, weights_of
+from headway.inference.parity import Parity, Text, compare, weights_of, write
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
@@ -190,13 +190,12 @@ class Report:
 def check(
     folder: Path,
     target: Target,
-    prompts: Sequence[list[int]],
+    texts: Sequence[Text],
     *,
     head: Head | None = None,
     layout: str | None = None,
-    max_new_tokens: int = 48,
 ) -> Report:
-    """Return whether an engine that reads `folder` would draft as the head does.
+    """Return whether an engine that reads `folder` would draft as the head does, on what the target wrote.
 
     Without a head, the files are looked at alone, and the taps compared with their neighbours. Raises HeadwayError where
     there is nothing to read.
@@ -218,7 +217,7 @@ def check(
     finite = not any(finding.kind == "not finite" for finding in findings)
     parity = None
     if reading is not None and finite:
-        parity = compare(target, reading, head, prompts, max_new_tokens=max_new_tokens, depth=TOKENS)
+        parity = compare(target, reading, head, texts, TOKENS)
     return Report(
         layout, family, len(foreign.tensors), ", ".join(sorted(floats)), taps, findings, parity, head is not None
     )
@@ -250,19 +249,20 @@ def _as_written(head: Head, foreign: Foreign) -> Head:
     return fresh.to(head.frozen.lm_head_weight().device, dtype).float().eval()
 
 
-def prompt_rows(target: Target, sources: Sequence[str], limit: int | None) -> list[list[int]]:
-    """Return the ids of the prompts to compare on, PROMPTS where no file is given; bare text without a chat template."""
+def texts_of(target: Target, sources: Sequence[str], limit: int | None, max_new_tokens: int) -> list[Text]:
+    """Return what the target writes after the prompts of the files, or after PROMPTS; bare ones without a chat template."""
     from headway import inputs
 
-    if sources:
-        assert target.tokenizer is not None
-        return [ids for _, _, ids in inputs.bench_prompts(sources, target.tokenizer, target.info, limit)]
     if target.tokenizer is None:
-        raise HeadwayError(f"{target.info.name} has no tokenizer to write prompts with; add its files to the folder")
-    raw = not target.tokenizer.chat_template
-    return [inputs.tokenize_prompt(target.tokenizer, text, raw) for text in PROMPTS]
+        raise HeadwayError(f"{target.info.name} has no tokenizer to read prompts with; add its files to the folder")
+    if sources:
+        rows = [ids for _, _, ids in inputs.bench_prompts(sources, target.tokenizer, target.info, limit)]
+    else:
+        raw = not target.tokenizer.chat_template
+        rows = [inputs.tokenize_prompt(target.tokenizer, text, raw) for text in PROMPTS[:limit]]
+    return write(target, rows, max_new_tokens)
 
 
-def check_source(folder: Path, target: Target, prompts: Sequence[list[int]], source: str, **options: Any) -> Report:
+def check_source(folder: Path, target: Target, texts: Sequence[Text], source: str, layout: str | None = None) -> Report:
     """As `check`, with the head in a folder or hub repository."""
-    return check(folder, target, prompts, head=load_head(source, target, dtype="float32"), **options)
+    return check(folder, target, texts, head=load_head(source, target, dtype="float32"), layout=layout)

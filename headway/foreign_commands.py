@@ -44,7 +44,7 @@ def export_head(
     print(foreign.serving_command(to, written, out))
     if check:
         assert loaded is not None
-        _show(foreign.check_source(out, loaded, foreign.prompt_rows(loaded, [], None), source, layout=to), False)
+        _show(foreign.check_source(out, loaded, foreign.texts_of(loaded, [], None, 48), source, to), False)
 
 
 def import_head(folder: Path, target: str, out: Path, layout: str | None, revision: str | None, device: str) -> None:
@@ -92,11 +92,11 @@ def check_folder(
     if source is not None:
         inputs.check_head(source, load_info(target, revision=revision))
     loaded = Target.load(target, dtype=dtype, device=device, revision=revision)
-    rows = foreign.prompt_rows(loaded, prompts, limit)
+    texts = foreign.texts_of(loaded, prompts, limit, max_new_tokens)
     if source is None:
-        report = foreign.check(folder, loaded, rows, layout=layout, max_new_tokens=max_new_tokens)
+        report = foreign.check(folder, loaded, texts, layout=layout)
     else:
-        report = foreign.check_source(folder, loaded, rows, source, layout=layout, max_new_tokens=max_new_tokens)
+        report = foreign.check_source(folder, loaded, texts, source, layout)
     _show(report, as_json)
 
 

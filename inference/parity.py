@@ -30,6 +30,9 @@ CLEARLY = 1.15
 Draft = Callable[[int, int, list[int] | None], list[Tensor]]
 """(anchor, depth, forced tokens) -> logits [V] of each step"""
 
+Text = tuple[list[int], int]
+"""Tokens, and how many of them are the prompt's; the target wrote the rest."""
+
 
 @dataclass
 class Answer:
@@ -68,18 +71,23 @@ def weights_of(target: Target) -> TargetWeights:
     return TargetWeights(embedding.detach(), target.frozen.lm_head_weight().detach())
 
 
-@torch.no_grad()
-def answers(target: Target, prompts: Sequence[list[int]], taps: Sequence[Tap], max_new_tokens: int) -> list[Answer]:
-    """Return what the target writes greedily after each prompt, with its features."""
+def write(target: Target, prompts: Sequence[list[int]], max_new_tokens: int = 48) -> list[Text]:
+    """Return what the target writes greedily after each prompt, each prompt with what follows it."""
     requests = [Request(ids, Settings(max_new_tokens=max_new_tokens), i) for i, ids in enumerate(prompts)]
     written = {result.id: result.token_ids for result in generate(target, requests)}
+    return [([*ids, *written[i]], len(ids)) for i, ids in enumerate(prompts)]
+
+
+@torch.no_grad()
+def answers(target: Target, texts: Sequence[Text], taps: Sequence[Tap]) -> list[Answer]:
+    """Return texts with the target's features."""
     found = []
-    for i, ids in enumerate(prompts):
-        token_T = torch.tensor([*ids, *written[i]])
-        at = token_T[None].to(target.device)
-        tap_BTF, _ = target.features(at, torch.tensor([len(token_T)], device=target.device), list(taps))
+    for tokens, prompt in texts:
+        token_T = torch.tensor(tokens)
+        length_B = torch.tensor([len(tokens)], device=target.device)
+        tap_BTF, _ = target.features(token_T[None].to(target.device), length_B, list(taps))
         parts = tap_BTF[0].float().cpu().split(target.info.hidden_size, -1)
-        found.append(Answer(token_T, len(ids), dict(zip(taps, parts, strict=True))))
+        found.append(Answer(token_T, prompt, dict(zip(taps, parts, strict=True))))
     return found
 
 
@@ -127,12 +135,10 @@ def compare(
     target: Target,
     reading: Reading,
     head: Head | None,
-    prompts: Sequence[list[int]],
-    *,
-    max_new_tokens: int = 48,
+    texts: Sequence[Text],
     depth: int = 3,
 ) -> Parity:
-    """Return how the engine's reading of a folder drafts beside the head, on the target's greedy answers.
+    """Return how the engine's reading of a folder drafts beside the head, on what the target wrote (see `write`).
 
     Without a head, the reading is compared with the same reading of the layers one below and one above its taps.
     """
@@ -143,18 +149,18 @@ def compare(
     taps = dict.fromkeys(
         [*reading.taps, *(head.config.taps if head is not None else ()), *(t for s in shifted for t in s)]
     )
-    texts = answers(target, prompts, list(taps), max_new_tokens)
-    parity = Parity(depth, sum(len(a.token_T) - a.prompt for a in texts))
+    told = answers(target, texts, list(taps))
+    parity = Parity(depth, sum(len(tokens) - prompt for tokens, prompt in texts))
 
     def engine(answer: Answer, taps: Sequence[Tap]) -> Draft:
         feature_TF = answer.taps(taps)
         return lambda p, n, forced: reading.draft(feature_TF, answer.token_T, p, n, forced)
 
-    rounds = [accepted_per_round(answer, engine(answer, reading.taps), depth) for answer in texts]
+    rounds = [accepted_per_round(answer, engine(answer, reading.taps), depth) for answer in told]
     parity.accepted_engine = _mean(rounds)
     if head is None:
         for other in shifted:
-            better = _mean([accepted_per_round(answer, engine(answer, other), depth) for answer in texts])
+            better = _mean([accepted_per_round(answer, engine(answer, other), depth) for answer in told])
             if better > CLEARLY * parity.accepted_engine:
                 parity.faults.append(
                     f"taps {list(reading.taps)} give accepted length {parity.accepted_engine:.2f}, taps {list(other)} "
@@ -169,10 +175,10 @@ def compare(
         feature_TF = answer.taps(head.config.taps)
         return lambda p, n, forced: head_draft(frozen_float, feature_TF, answer.token_T, p, n, forced)
 
-    own = [accepted_per_round(answer, ours(answer), depth) for answer in texts]
+    own = [accepted_per_round(answer, ours(answer), depth) for answer in told]
     parity.accepted_head = _mean(own)
     every = max(depth, reading.depth or depth)  # of Medusa, the heads beyond the chain's depth too
-    long = [a for a in texts if len(a.token_T) > a.prompt + every]
+    long = [a for a in told if len(a.token_T) > a.prompt + every]
     parity.difference = max((_difference(a, engine(a, reading.taps), ours(a), every) for a in long), default=1.0)
     if parity.difference > TOLERANCE:
         parity.faults.append(

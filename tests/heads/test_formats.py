@@ -192,7 +192,9 @@ def test_rotary_angles_in_both_spellings_and_the_targets_length(tmp_path):
             assert again.config.rope == head.config.rope
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "llama3", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 5e5}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "llama3", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 5e5}]
+)
 def test_the_eagle_repository_builds_plain_angles(target, tmp_path, rope):
     extra = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     head = small("eagle3", target, rope=rope | (extra if rope["rope_type"] == "llama3" else {"factor": 2.0}))
@@ -379,7 +381,7 @@ def test_a_pickle_that_runs_code_is_not_read(target, tmp_path):
             return (Path.touch, (tmp_path / "boom",))
 
     with (tmp_path / "old" / "medusa_lm_head.pt").open("wb") as file:
-        pickle.dump({"0.0.linear.weight": Bomb()}, file)
+        pickle.dump({"0.0.linear.weight": Bomb()}, file, protocol=2)
     with pytest.raises(HeadwayError, match="could run code"):
         foreign.imported(tmp_path / "old", None, target)
     assert not (tmp_path / "boom").exists()
