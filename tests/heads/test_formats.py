@@ -253,8 +253,9 @@ def test_medusa_layers(target, tmp_path, layout):
 
 def test_a_widened_draft_vocabulary_never_changes_the_best_word(target, tmp_path):
     head = small("medusa", target, draft_vocab_size=64)
+    head.lm_heads[0].weight.data += 1.0  # rows that lean one way, so that their mean is no small vector
     wide = exported(head, target, "vllm", tmp_path / "out").tensors["lm_heads.0.weight"]
-    x = torch.randn(2000, 64)
+    x = torch.randn(2000, 64) + torch.randn(2000, 1)
     narrow = x @ head.lm_heads[0].weight.T
     assert torch.equal((x @ wide.T).argmax(-1), head.vocab_ids[narrow.argmax(-1)])
 
