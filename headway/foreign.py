@@ -18,6 +18,7 @@ from headway.heads.formats.layout import (
     NOTE,
     Foreign,
     Saved,
+    config_digest,
     digest,
     find_layout,
     from_layout,
@@ -235,6 +236,8 @@ def _beside_note(foreign: Foreign, taps: list[Any] | None) -> list[Finding]:
     found = []
     if note.get("tensors") != digest(foreign.tensors):
         found.append(Finding("changed", "the tensors are not those that were exported"))
+    if note.get("config") != config_digest(foreign.config):
+        found.append(Finding("changed", "config.json is not what was exported"))
     if taps is not None and note.get("taps") is not None and set(taps) != set(note["taps"]):
         found.append(Finding("config", f"the engine taps {taps}, the exported head {note['taps']}"))
     return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from headway.inference.target import Target
 TOLERANCE = 2e-4
 """Largest difference of two logits, as a share of their range, that float32 explains."""
 CLEARLY = 1.15
-"""Accepted length of other taps, over that of the folder's, at which the folder's are taken for wrong."""
+"""Accepted length of another reading, over that of the folder's own, at which the folder is taken for wrong."""
 
 Draft = Callable[[int, int, list[int] | None], list[Tensor]]
 """(anchor, depth, forced tokens) -> logits [V] of each step"""
@@ -140,31 +139,30 @@ def compare(
 ) -> Parity:
     """Return how the engine's reading of a folder drafts beside the head, on what the target wrote (see `write`).
 
-    Without a head, the reading is compared with the same reading of the layers one below and one above its taps.
+    Without a head, the reading is compared with what else the folder might have been meant to be (see Reading.others).
     """
     if head is not None and (reading.depth, head.max_depth) != (None, None) and reading.depth != head.max_depth:
         return Parity(0, faults=[f"the engine drafts {reading.depth} tokens at most, the head {head.max_depth}"])
     depth = min(depth, reading.depth or depth)
-    shifted = [] if head is not None else _shifted(reading, target.info.num_layers)
-    taps = dict.fromkeys(
-        [*reading.taps, *(head.config.taps if head is not None else ()), *(t for s in shifted for t in s)]
-    )
+    others = reading.others(target.info.num_layers) if head is None else []
+    tapped = [reading.taps, *(other.taps for _, other in others), () if head is None else head.config.taps]
+    taps = dict.fromkeys(tap for some in tapped for tap in some)
     told = answers(target, texts, list(taps))
     parity = Parity(depth, sum(len(tokens) - prompt for tokens, prompt in texts))
 
-    def engine(answer: Answer, taps: Sequence[Tap]) -> Draft:
-        feature_TF = answer.taps(taps)
+    def engine(answer: Answer, reading: Reading) -> Draft:
+        feature_TF = answer.taps(reading.taps)
         return lambda p, n, forced: reading.draft(feature_TF, answer.token_T, p, n, forced)
 
-    rounds = [accepted_per_round(answer, engine(answer, reading.taps), depth) for answer in told]
+    rounds = [accepted_per_round(answer, engine(answer, reading), depth) for answer in told]
     parity.accepted_engine = _mean(rounds)
     if head is None:
-        for other in shifted:
+        for what, other in others:
             better = _mean([accepted_per_round(answer, engine(answer, other), depth) for answer in told])
             if better > CLEARLY * parity.accepted_engine:
                 parity.faults.append(
-                    f"taps {list(reading.taps)} give accepted length {parity.accepted_engine:.2f}, taps {list(other)} "
-                    f"{better:.2f}: config.json numbers them by another convention than this layout's"
+                    f"accepted length is {parity.accepted_engine:.2f} as the folder is read, {better:.2f} with {what}: config.json "
+                    "says otherwise than the head was trained"
                 )
         if parity.accepted_engine == 1.0 and not parity.faults:
             parity.faults.append("no draft was accepted")
@@ -179,7 +177,7 @@ def compare(
     parity.accepted_head = _mean(own)
     every = max(depth, reading.depth or depth)  # of Medusa, the heads beyond the chain's depth too
     long = [a for a in told if len(a.token_T) > a.prompt + every]
-    parity.difference = max((_difference(a, engine(a, reading.taps), ours(a), every) for a in long), default=1.0)
+    parity.difference = max((_difference(a, engine(a, reading), ours(a), every) for a in long), default=1.0)
     if parity.difference > TOLERANCE:
         parity.faults.append(
             f"logits differ by {parity.difference:.2g} of their range; float32 explains {TOLERANCE:.0e}"
@@ -197,17 +195,9 @@ def _mean(rounds: list[list[int]]) -> float:
     return sum(counts) / len(counts) if counts else 1.0
 
 
-def _shifted(reading: Reading, num_layers: int) -> list[tuple[int, ...]]:
-    """Return the taps one layer below and above, where there are such layers."""
-    if "last" in reading.taps:
-        return []
-    moved: list[Any] = [tuple(int(t) + by for t in reading.taps) for by in (-1, 1)]
-    return [taps for taps in moved if min(taps) >= 0 and max(taps) < num_layers]
-
-
 def _difference(answer: Answer, engine: Draft, ours: Draft, depth: int) -> float:
-    """Return the largest difference of logits of the words that the head can draft, as a share of their range; 1 where the
-    engine cannot draft them, or could draft another as the best.
+    """Return the largest difference of logits of the words that the head can draft, as a share of their range and up to their
+    scale, which drafting does not see; 1 where the engine cannot draft them, or could draft another as the best.
 
     Both read the answer's own tokens, at up to eight anchors in the answer.
     """
@@ -219,9 +209,10 @@ def _difference(answer: Answer, engine: Draft, ours: Draft, depth: int) -> float
         forced = tokens[p + 2 : p + 1 + depth] + [0]
         for theirs, mine in zip(engine(p, depth, forced), ours(p, depth, forced), strict=True):
             words = mine > -torch.inf
-            span = float(mine[words].max() - mine[words].min()) or 1.0
             if not torch.isfinite(theirs[words]).all():
                 return 1.0
+            theirs, mine = theirs / theirs[words].std(), mine / mine[words].std()
+            span = float(mine[words].max() - mine[words].min()) or 1.0
             worst = max(worst, float((theirs[words] - mine[words]).abs().max()) / span)
             if float(theirs.max() - theirs[words].max()) > TOLERANCE * span:
                 return 1.0

@@ -5,6 +5,7 @@ The heads are fitted to the target's own answers, so that drafts are accepted an
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -48,8 +49,10 @@ def texts(target) -> list[Text]:
 def fitted(target, texts) -> dict[str, Head]:
     """An EAGLE-3 head and two kinds of Medusa head, fitted to what the target answers."""
     heads = {"eagle3": small("eagle3", target, draft_vocab_size=0), "shared": small("medusa", target, lm_head="shared")}
+    heads["eagle"] = small("eagle", target, draft_vocab_size=0)
+    heads["options"] = small("eagle3", target, fc_norm=True, norm_output=True, norm_before_residual=True)
     heads["medusa"] = small("medusa", target, num_heads=3, lm_head="own")
-    for head in heads.values():
+    for name, head in heads.items():
         told = answers(target, texts, [*head.config.taps, "last"])
         size = max(len(a.token_T) for a in told)
         rows = [(torch.nn.functional.pad, a) for a in told]
@@ -62,7 +65,7 @@ def fitted(target, texts) -> dict[str, Head]:
         at = torch.arange(size)
         supervised = (at >= torch.tensor([a.prompt for a in told])[:, None]) & (at < length[:, None])
         optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
-        for _ in range(25):
+        for _ in range(25 if name != "options" else 0):
             optimizer.zero_grad()
             head.loss(Batch(token, length, supervised, tap, last)).loss.backward()
             optimizer.step()
@@ -86,9 +89,8 @@ def exports(target, fitted, tmp_path_factory) -> Callable[[str, str], Path]:
     return make
 
 
-EVERY = [("eagle3", x) for x in layouts_of("eagle3")] + [
-    (n, x) for n in ("medusa", "shared") for x in layouts_of("medusa")
-]
+EVERY = [("eagle3", x) for x in layouts_of("eagle3")] + [("eagle", x) for x in layouts_of("eagle")]
+EVERY += [(n, x) for n in ("medusa", "shared") for x in layouts_of("medusa")]
 
 
 @pytest.mark.parametrize(("name", "layout"), EVERY)
@@ -102,7 +104,12 @@ def test_a_whole_export_drafts_as_the_head_does(target, texts, fitted, exports, 
     assert report.parity.difference < 1e-5
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+def test_options_of_eagle3(target, texts, fitted, exports):
+    for layout in ("vllm", "speculators"):
+        assert foreign.check(exports("options", layout), target, texts, head=fitted["options"]).faults == []
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa"])
 def test_simulated_rounds_are_those_of_decoding(target, texts, fitted, exports, name):
     head = fitted[name]
     requests = [Request(ids, Settings(max_new_tokens=NEW), i) for i, ids in enumerate(PROMPTS)]
@@ -157,6 +164,10 @@ FAULTS = {
     "a tensor is zero": ("eagle3", "vllm", {"tensors": zeroed("midlayer.mlp.down_proj.weight")}, "logits differ"),
     "a tensor too many": ("eagle3", "vllm", {"tensors": lambda held: held.update(x=torch.ones(2))}, "extra: x"),
     "NaN": ("eagle3", "vllm", {"tensors": lambda held: held["norm.weight"].fill_(torch.nan)}, "not finite: norm.weight"),
+    "eagle, a tensor is missing": ("eagle", "vllm", {"tensors": without("layers.0.mlp.up_proj.weight")}, "missing: .*up_proj"),
+    "eagle, no bias": ("eagle", "sglang", {"tensors": without("fc.bias")}, "missing: fc.bias"),
+    "eagle, a bias": ("eagle", "vllm", {"tensors": lambda held: held.update({"fc.bias": torch.ones(64)})}, "extra: fc.bias"),
+    "eagle, a norm": ("eagle", "vllm", {"tensors": lambda held: held.update({"norm.weight": torch.ones(64)})}, "extra: norm"),
     "no LM head": ("medusa", "vllm", {"tensors": without(*(f"lm_heads.{i}.weight" for i in range(3)))}, "missing: words.0"),
     "no LM head, but one for all": ("shared", "vllm", {"original_lm_head": False}, "missing: words.1"),
     "biases are not read": ("medusa", "vllm", {"medusa_fc_bias": False}, "extra: block.0.0.bias"),
@@ -232,9 +243,12 @@ def test_without_a_head(target, texts, exports, tmp_path):
     report = foreign.check(whole, target, texts)
     assert report.faults == []
     assert "compared with no head" in " ".join(report.lines())
+    flag = damage(whole, tmp_path / "flag", norm_before_residual=True)
+    report = foreign.check(flag, target, texts, layout="vllm")
+    assert "with norm_before_residual False" in " ".join(report.faults)
     random = damage(whole, tmp_path / "random", noisy("lm_head.weight"))
     report = foreign.check(random, target, texts, layout="vllm")
-    assert "no draft was accepted" in report.faults
+    assert "no draft was accepted" in report.faults, report.lines()
     assert "random-looking: lm_head.weight" in " ".join(report.lines())
     shutil.copytree(whole, tmp_path / "edited")
     held = load_file(whole / "model.safetensors")
@@ -249,6 +263,13 @@ class Oracle(Reading):
         self.known = {tuple(a.token_T.tolist()): a.taps(right) for a in answers(target, texts, right)}
         self.taps = (1, 3, 4)
 
+    def others(self, num_layers):
+        moved = []
+        for taps in ((0, 2, 3), (2, 4, 5)):
+            moved.append((f"taps {list(taps)}", copy.copy(self)))
+            moved[-1][1].taps = taps
+        return moved
+
     def draft(self, feature_TF, token_T, p, depth, forced):
         hit = torch.equal(self.known[tuple(token_T.tolist())], feature_TF)
         return [torch.eye(272)[int(token_T[p + 2 + d]) if hit else 271] for d in range(depth)]
@@ -257,7 +278,9 @@ class Oracle(Reading):
 def test_taps_of_another_convention_are_seen_without_a_head(target, texts):
     for right in ((0, 2, 3), (2, 4, 5)):
         parity = compare(target, Oracle(texts, right, target), None, texts)
-        assert f"taps [1, 3, 4] give accepted length 1.00, taps {list(right)}" in " ".join(parity.faults)
+        (fault,) = parity.faults
+        assert fault.startswith("accepted length is 1.00 as the folder is read")
+        assert f"with taps {list(right)}" in fault
     assert compare(target, Oracle(texts, (1, 3, 4), target), None, texts).faults == []
 
 

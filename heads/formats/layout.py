@@ -102,6 +102,7 @@ def to_layout(name: str, saved: Saved, dtype: torch.dtype, weights: TargetWeight
         "taps_are": "outputs of decoder layers, counted from 0; last is after the final norm",
         "target": saved.info.name,
         "tensors": digest(foreign.tensors),
+        "config": config_digest(foreign.config),
         **foreign.config.get(NOTE, {}),
     }
     return foreign
@@ -124,6 +125,12 @@ def digest(tensors: dict[str, Tensor]) -> str:
         hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         hashed.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:16]
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Return a short hash of a config without its note."""
+    plain = {key: value for key, value in config.items() if key != NOTE}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def renamed(saved: Saved, names: dict[str, str], layout: str) -> dict[str, Tensor]:
@@ -281,8 +288,8 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return "eagle", "eagle"
     raise HeadwayError(
-        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE-3 and Medusa in "
-        f"the layouts {', '.join(LAYOUTS)}"
+        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3 and Medusa "
+        f"in the layouts {', '.join(LAYOUTS)}"
     )
 
 

@@ -41,7 +41,7 @@ def split(saved: Saved, layout: str) -> tuple[Blocks, list[Tensor]]:
             for k in range(config.num_heads)
             for j in range(config.num_layers)
         }
-        heads = [left.pop(f"lm_heads.{k}.weight") for k in range(config.num_heads if config.lm_head != "shared" else 0)]
+        heads = [_lm_head(left, k) for k in range(config.num_heads if config.lm_head != "shared" else 0)]
     except KeyError as e:
         raise HeadwayError(f"tensor {e} of the medusa head is missing; nothing was written") from None
     if left:
@@ -51,9 +51,19 @@ def split(saved: Saved, layout: str) -> tuple[Blocks, list[Tensor]]:
     return blocks, heads
 
 
+def _lm_head(left: dict[str, Tensor], k: int) -> Tensor:
+    """Take an LM head out of `left`; one of low rank is multiplied out, since no engine has such."""
+    if f"lm_heads.{k}.0.weight" not in left:
+        return left.pop(f"lm_heads.{k}.weight")
+    narrow, wide = left.pop(f"lm_heads.{k}.0.weight"), left.pop(f"lm_heads.{k}.1.weight")
+    return (wide.float() @ narrow.float()).to(wide.dtype)
+
+
 def widen(heads: list[Tensor], saved: Saved, foreign: Foreign) -> list[Tensor]:
     """Return the LM heads over all words of the target: a draft vocabulary's are filled up; the note says so."""
     config = cast(medusa.Config, saved.config)
+    if config.rank:
+        foreign.said.append(f"LM heads of rank {config.rank} were multiplied out: no engine's Medusa has factors")
     if config.lm_head != "draft":
         return heads
     ids = saved.tensors["vocab_ids"]

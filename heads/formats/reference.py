@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Tap, TargetInfo
+from headway.heads.common.protocol import TargetInfo
 from headway.heads.formats.layout import TargetWeights
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -29,7 +29,7 @@ class Finding:
     """Something about a folder that a user should know."""
 
     kind: str
-    """missing, extra, shape, not finite, vocabulary, config (all of these faults), random-looking (which may be right)."""
+    """missing, extra, shape, not finite, vocabulary, config, changed (all of these faults), random-looking (may be right)."""
     what: str
 
     @property
@@ -41,10 +41,14 @@ class Finding:
 class Reading(ABC):
     """A head as an engine has it in memory."""
 
-    taps: tuple[Tap, ...]
+    taps: tuple[Any, ...]
     """In the order in which the engine concatenates them, as Headway numbers them."""
     depth: int | None = None
     """Most tokens it drafts; None when it can go on."""
+
+    def others(self, num_layers: int) -> list[tuple[str, Reading]]:
+        """Return what the folder might have been meant to be: the same weights, with taps or a flag read otherwise."""
+        return []
 
     @abstractmethod
     def draft(self, feature_TF: Tensor, token_T: Tensor, p: int, depth: int, forced: list[int] | None) -> list[Tensor]:
@@ -64,6 +68,8 @@ def read(
         reading, found = _read_medusa(layout, tensors, config, info, w)
     elif family == "eagle3" and layout in ("vllm", "sglang", "speculators", "eagle"):
         reading, found = _read_eagle3(layout, tensors, config, info, w)
+    elif family == "eagle" and layout in ("vllm", "sglang", "eagle"):
+        reading, found = _read_eagle(layout, tensors, config, info, w)
     else:
         raise HeadwayError(f"no reading of {family} heads in layout {layout}; give --as another layout")
     return reading, findings + found
@@ -276,7 +282,7 @@ def _config_faults(layout: str, config: dict[str, Any], draft: Draft, info: Targ
 def _allocated(draft: Draft) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of what an engine allocates for an EAGLE-3 draft."""
     D, wide = draft.hidden, draft.num_aux * draft.target_hidden
-    query, key = draft.heads * draft.head_dim, draft.key_heads * draft.head_dim
+    query, key = _rows(draft)["q"], _rows(draft)["k"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (D, wide),
         "layers.0.self_attn.q_proj.weight": (query, 2 * D),
@@ -362,8 +368,22 @@ class Eagle3(Reading):
 
     def __init__(self, draft: Draft, weights: dict[str, Tensor], embedding: Tensor) -> None:
         self.d, self.w, self.embedding = draft, weights, embedding
-        self.taps = tuple(i - 1 for i in draft.inputs)
+        self.taps: tuple[Any, ...] = tuple(i - 1 for i in draft.inputs)
         self.frequency, self.scale = _frequencies(draft)
+
+    def others(self, num_layers: int) -> list[tuple[str, Reading]]:
+        """As Reading.others: the layers below and above those tapped, and each flag of the norms the other way round."""
+        found: list[tuple[str, Reading]] = []
+        for by in (-1, 1):
+            inputs = [i + by for i in self.d.inputs]
+            if inputs[0] >= 1 and inputs[-1] <= num_layers:
+                found.append((f"taps {[i - 1 for i in inputs]}", self._with(inputs=inputs)))
+        for flag in ("norm_before_residual", "norm_output"):
+            found.append((f"{flag} {not getattr(self.d, flag)}", self._with(**{flag: not getattr(self.d, flag)})))
+        return found
+
+    def _with(self, **changes: Any) -> Eagle3:
+        return Eagle3(replace(self.d, **changes), self.w, self.embedding)
 
     def _fuse(self, feature_TF: Tensor) -> Tensor:
         x = feature_TF.float()
@@ -384,15 +404,23 @@ class Eagle3(Reading):
         bias = self.w.get(f"layers.0.self_attn.{name}_proj.bias")
         return F.linear(x, self.w[f"layers.0.self_attn.{name}_proj.weight"], bias).view(len(x), heads, -1)
 
+    def _begin(self, hidden_TD: Tensor, token_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual and what attention reads."""
+        normed = _rms(hidden_TD, self.w["layers.0.hidden_norm.weight"], self.d.eps)
+        embedded = _rms(self.embedding[token_T], self.w["layers.0.input_layernorm.weight"], self.d.eps)
+        return normed if self.d.norm_before_residual else hidden_TD, torch.cat([embedded, normed], -1)
+
+    def _end(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the LM head reads and what the next step reads."""
+        out = _rms(hidden_TD, self.w["norm.weight"], self.d.eps)
+        return out, out if self.d.norm_output else hidden_TD
+
     def _layer(
         self, hidden_TD: Tensor, token_T: Tensor, first: int, seen: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Return what the final norm gives, what the next step reads, and all keys and values."""
-        w, eps, T = self.w, self.d.eps, len(token_T)
-        normed = _rms(hidden_TD, w["layers.0.hidden_norm.weight"], eps)
-        residual = normed if self.d.norm_before_residual else hidden_TD
-        embedded = _rms(self.embedding[token_T], w["layers.0.input_layernorm.weight"], eps)
-        x = torch.cat([embedded, normed], -1)
+        """Return what the LM head reads, what the next step reads, and all keys and values."""
+        w, T = self.w, len(token_T)
+        residual, x = self._begin(hidden_TD, token_T)
         position = torch.arange(first, first + T)
         q = self._rotate(self._project("q", x, self.d.heads), position)
         k = self._rotate(self._project("k", x, self.d.key_heads), position)
@@ -406,11 +434,10 @@ class Eagle3(Reading):
             "hts,shd->thd", score.masked_fill(later, -torch.inf).softmax(-1), v.repeat_interleave(group, 1)
         )
         hidden = residual + mixed.flatten(1) @ w["layers.0.self_attn.o_proj.weight"].T
-        x = _rms(hidden, w["layers.0.post_attention_layernorm.weight"], eps)
+        x = _rms(hidden, w["layers.0.post_attention_layernorm.weight"], self.d.eps)
         gate = F.silu(x @ w["layers.0.mlp.gate_proj.weight"].T) * (x @ w["layers.0.mlp.up_proj.weight"].T)
-        hidden = hidden + gate @ w["layers.0.mlp.down_proj.weight"].T
-        out = _rms(hidden, w["norm.weight"], eps)
-        return out, out if self.d.norm_output else hidden, (k, v)
+        out, fed = self._end(hidden + gate @ w["layers.0.mlp.down_proj.weight"].T)
+        return out, fed, (k, v)
 
     def _logits(self, out_D: Tensor) -> Tensor:
         logits = self.w["lm_head.weight"] @ out_D
@@ -429,6 +456,70 @@ class Eagle3(Reading):
             out, hidden, seen = self._layer(hidden[-1:], torch.tensor([token]), p + len(drafted), seen)
             drafted.append(self._logits(out[-1]))
         return drafted
+
+
+class Eagle(Eagle3):
+    """An EAGLE draft in memory: it reads the feature after the final norm, and drafts with the target's LM head."""
+
+    def __init__(self, draft: Draft, weights: dict[str, Tensor], w: TargetWeights) -> None:
+        super().__init__(draft, weights, w.embedding.cpu().float())
+        self.w |= {"lm_head.weight": w.lm_head.cpu().float()}
+        self.taps = ("last",)
+
+    def others(self, num_layers: int) -> list[tuple[str, Reading]]:
+        """As Reading.others: nothing else could be meant."""
+        return []
+
+    def _fuse(self, feature_TF: Tensor) -> Tensor:
+        return feature_TF.float()
+
+    def _begin(self, hidden_TD: Tensor, token_T: Tensor) -> tuple[Tensor, Tensor]:
+        fused = F.linear(
+            torch.cat([self.embedding[token_T], hidden_TD], -1), self.w["fc.weight"], self.w.get("fc.bias")
+        )
+        return fused, fused
+
+    def _end(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_TD, hidden_TD
+
+
+def _read_eagle(
+    layout: str, tensors: dict[str, Tensor], config: dict[str, Any], info: TargetInfo, w: TargetWeights
+) -> tuple[Reading | None, list[Finding]]:
+    # An EAGLE draft has no taps to write; the numbers are those of an EAGLE-3 draft that taps as it should.
+    plain = config | {IDS: [1, 2, 3], "eagle_config": None, "num_aux_hidden_states": None, "draft_vocab_size": None}
+    draft, found = _draft("vllm", plain, info)
+    found = [finding for finding in found if "taps" not in finding.what]
+    if layout != "vllm" and draft.longest < (info.text_config.get("max_position_embeddings") or 0):
+        found.append(Finding("config", f"max_position_embeddings is {draft.longest}, below the target's"))
+    D, kept = draft.hidden, ("self_attn", "mlp", "post_attention_layernorm")
+    allocated = {
+        n: shape for n, shape in _allocated(draft).items() if n.startswith("layers.0.") and n.split(".")[2] in kept
+    }
+    allocated["fc.weight"] = (D, 2 * D)
+    allocated |= {f"layers.0.self_attn.{p}_proj.weight": (rows, D) for p, rows in _rows(draft).items()}
+    # SGLang's fc has a bias whatever the config says, the repository's unless it says no, vLLM's never.
+    if layout == "sglang" or (layout == "eagle" and config.get("bias", True)):
+        allocated["fc.bias"] = (D,)
+    given = {n.removeprefix("model."): t for n, t in tensors.items()}
+    embedding = given.pop("embed_tokens.weight", None)
+    if layout == "sglang":
+        given.pop("lm_head.weight", None)
+    found += _compare_shapes(allocated, given)
+    if embedding is not None and not torch.equal(embedding, w.embedding.cpu().to(embedding.dtype)):
+        found.append(Finding("config", "embed_tokens.weight is not the target's embedding"))
+    if any(f.kind in ("missing", "shape") for f in found):
+        return None, found
+    return Eagle(draft, {name: given[name].float() for name in allocated}, w), found
+
+
+def _rows(draft: Draft) -> dict[str, int]:
+    """Return the rows of the attention's projections."""
+    return {
+        "q": draft.heads * draft.head_dim,
+        "k": draft.key_heads * draft.head_dim,
+        "v": draft.key_heads * draft.head_dim,
+    }
 
 
 def _frequencies(draft: Draft) -> tuple[Tensor, float]:

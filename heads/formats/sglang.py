@@ -1,4 +1,5 @@
-"""SGLang's EAGLE-3 layout: `midlayer.*`; taps are numbered by the layer whose output they are, on most targets.
+"""SGLang's EAGLE layouts: `midlayer.*` for EAGLE-3, whose taps are numbered by the layer whose output they are, on most
+targets; `layers.0.*` for EAGLE, whose fc has a bias in any case.
 
 SGLang skips what it does not find without a word, so an export here is worth a `headway check`.
 """
@@ -20,8 +21,14 @@ INPUTS_IF_LAST_IS_L = ("gpt_oss",)
 
 def write_eagle3(saved: Saved, weights: TargetWeights | None) -> Foreign:
     """Return the files of an EAGLE-3 head. Raises HeadwayError for taps that SGLang has no number for."""
-    tensors, config, taps = draft_llama.write(saved, "midlayer", "sglang")
+    tensors, config, taps = draft_llama.write(saved, "midlayer", "sglang", ("fc_norm", "norm_output"))
     return Foreign(tensors, draft_llama.with_ids(config, tap_ids(taps, saved.info)))
+
+
+def write_eagle(saved: Saved, weights: TargetWeights | None) -> Foreign:
+    """Return the files of an EAGLE head; where it has no bias, one of zeros is written, since SGLang adds one."""
+    tensors, config = draft_llama.write_eagle(saved, "sglang", "needed")
+    return Foreign(tensors, config | {"architectures": ["LlamaForCausalLMEagle"]})
 
 
 def tap_ids(taps: list[int], info: TargetInfo) -> list[int]:
@@ -63,7 +70,7 @@ def read_eagle3(foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> S
 def serve(family: str, folder: str, target: str, tokens: int) -> str:
     """Return the command that serves the target with the head."""
     return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm EAGLE3 "
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {family.upper()} "
         f"--speculative-draft-model-path {shlex.quote(folder)} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
@@ -74,5 +81,5 @@ def needs_target(saved: Saved) -> bool:
     return False
 
 
-WRITE = {"eagle3": write_eagle3}
-READ = {"eagle3": read_eagle3}
+WRITE = {"eagle": write_eagle, "eagle3": write_eagle3}
+READ = {"eagle": draft_llama.read_eagle, "eagle3": read_eagle3}

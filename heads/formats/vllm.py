@@ -1,4 +1,4 @@
-"""vLLM's own layouts: `midlayer.*` for EAGLE-3, `blocks.*` for Medusa.
+"""vLLM's own layouts: `midlayer.*` for EAGLE-3, `layers.0.*` for EAGLE, `blocks.*` for Medusa.
 
 EAGLE-3: taps are numbered by the layer whose input they are. Medusa: vLLM 0.32 and before; a chain of each head's best
 token, so a head over a draft vocabulary is written with an LM head of all words (see medusa_blocks.widen).
@@ -26,6 +26,12 @@ def read_eagle3(foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> S
     """Return the head of such files; ids left out are vLLM's default."""
     ids = draft_llama.written_ids(foreign.config) or draft_llama.usual_inputs(info)
     return draft_llama.read(foreign, foreign.config, draft_llama.taps_of_inputs(sorted(ids)), info, weights)
+
+
+def write_eagle(saved: Saved, weights: TargetWeights | None) -> Foreign:
+    """Return the files of an EAGLE head. Raises HeadwayError for a bias of fc, which vLLM drops."""
+    tensors, config = draft_llama.write_eagle(saved, "vllm", "refused")
+    return Foreign(tensors, config | {"architectures": ["LlamaForCausalLM"]})
 
 
 def write_medusa(saved: Saved, weights: TargetWeights | None) -> Foreign:
@@ -74,5 +80,5 @@ def needs_target(saved: Saved) -> bool:
     return saved.family == "medusa" and cast(medusa.Config, saved.config).lm_head == "shared"
 
 
-WRITE = {"eagle3": write_eagle3, "medusa": write_medusa}
-READ = {"eagle3": read_eagle3, "medusa": read_medusa}
+WRITE = {"eagle": write_eagle, "eagle3": write_eagle3, "medusa": write_medusa}
+READ = {"eagle": draft_llama.read_eagle, "eagle3": read_eagle3, "medusa": read_medusa}

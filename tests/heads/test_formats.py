@@ -28,6 +28,10 @@ from tests.heads.test_contract import small
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"draft_vocab_size": 64}),
     "eagle3-full": ("eagle3", {"draft_vocab_size": 0}),
+    "eagle3-options": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "eagle3-residual": ("eagle3", {"norm_before_residual": True}),
+    "eagle": ("eagle", {"draft_vocab_size": 0}),
+    "eagle-bias": ("eagle", {"draft_vocab_size": 0, "bias": True}),
     "medusa-draft": ("medusa", {}),
     "medusa-own": ("medusa", {"lm_head": "own", "num_heads": 3}),
     "medusa-shared": ("medusa", {"lm_head": "shared"}),
@@ -53,7 +57,34 @@ def edit(folder: Path, **fields: Any) -> None:
     (folder / "config.json").write_text(json.dumps({k: v for k, v in (config | fields).items() if v is not ...}))
 
 
-@pytest.mark.parametrize(("kind", "layout"), [(k, x) for k in KINDS for x in layouts_of(KINDS[k][0])])
+REFUSED = {
+    ("eagle3-options", "eagle"): "head.fc_norm",
+    ("eagle3-residual", "eagle"): "head.norm_before_residual",
+    ("eagle3-residual", "sglang"): "head.norm_before_residual",
+    ("eagle-bias", "vllm"): "head.bias",
+}
+"""What a layout cannot hold of a kind."""
+
+
+def test_what_a_layout_cannot_hold_is_refused_by_name(target, tmp_path):
+    for (kind, layout), named in REFUSED.items():
+        family, fields = KINDS[kind]
+        with pytest.raises(HeadwayError, match=f"layout {layout} cannot hold {named}"):
+            exported(small(family, target, **fields), target, layout, tmp_path / "out")
+    with pytest.raises(HeadwayError, match="layout vllm cannot hold head.draft_vocab_size 64"):
+        exported(small("eagle", target, draft_vocab_size=64), target, "vllm", tmp_path / "out")
+    scaled = saved_of(
+        small("eagle", target, draft_vocab_size=0), dataclasses.replace(target.info, model_type="gemma3_text")
+    )
+    with pytest.raises(HeadwayError, match="scales its embedding"):
+        to_layout("vllm", scaled, torch.float32)
+    assert not (tmp_path / "out").exists()
+
+
+HELD = [(k, x) for k in KINDS for x in layouts_of(KINDS[k][0]) if (k, x) not in REFUSED]
+
+
+@pytest.mark.parametrize(("kind", "layout"), HELD)
 def test_round_trip_is_bit_equal(target, tmp_path, kind, layout):
     family, fields = KINDS[kind]
     head = small(family, target, **fields)
@@ -428,8 +459,8 @@ def test_numbered_taps_are_asked_about(target, tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual"),
-        ({"fc_norm": True}, "fc_norm"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"fc_norm": True}, "lacks tensor 'fc_norm.0.weight'"),
         ({"num_hidden_layers": 2}, "more than one layer"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_attention_heads": 8}, "num_attention_heads 8"),
@@ -459,7 +490,49 @@ def test_what_a_head_of_ours_cannot_be_is_refused_by_name(target, tmp_path, chan
 
 
 def test_a_speculators_head_that_does_not_say_where_its_norm_is(target, tmp_path):
+    """vLLM takes it to be before the residual."""
     exported(small("eagle3", target), target, "speculators", tmp_path / "out")
     edit(tmp_path / "out", norm_before_residual=...)
-    with pytest.raises(HeadwayError, match="norm_before_residual"):
-        foreign.imported(tmp_path / "out", None, target)
+    head, _, _ = foreign.imported(tmp_path / "out", None, target)
+    assert head.config.norm_before_residual is True
+
+
+def test_a_published_eagle_head_comes_in(target, tmp_path):
+    """pytorch_model.bin with the target's embedding and, as the repository's default has it, a bias of fc."""
+    head = small("eagle", target, draft_vocab_size=0, bias=True)
+    files = exported(head, target, "eagle", tmp_path / "out")
+    assert files.tensors.keys() == {
+        "fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight",
+        *(f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"),
+        *(f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")),
+    }  # fmt: skip
+    assert (files.config["architectures"], files.config["bias"]) == (["LlamaForCausalLM"], True)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    torch.save(files.tensors | {"embed_tokens.weight": weights_of(target).embedding}, folder / "pytorch_model.bin")
+    kept = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+        "rms_norm_eps",
+    )
+    (folder / "config.json").write_text(json.dumps({key: files.config[key] for key in kept}))
+    again, layout, _ = foreign.imported(folder, None, target)
+    assert layout == "eagle"
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+    plain = exported(small("eagle", target, draft_vocab_size=0), target, "sglang", tmp_path / "plain")
+    assert not plain.tensors["fc.bias"].any()  # SGLang makes one in any case, and leaves it random where there is none
+    assert plain.config["architectures"] == ["LlamaForCausalLMEagle"]
+    torch.save(files.tensors | {"lm_head.weight": torch.zeros(272, 64)}, folder / "pytorch_model.bin")
+    with pytest.raises(HeadwayError, match="an LM head of its own"):
+        foreign.imported(folder, None, target)
+
+
+def test_low_rank_lm_heads_are_multiplied_out(target, tmp_path):
+    head = small("medusa", target, rank=8, lm_head="own")
+    files = exported(head, target, "tgi", tmp_path / "out")
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(x @ files.tensors["2.1.weight"].T, head.lm_heads.logits(2, x), rtol=1e-4, atol=1e-4)
+    assert "rank 8" in files.said[0]
