@@ -950,6 +950,69 @@ def push_command(
     print(push_to_hub(source, repo, private=private))
 
 
+LAYOUT_HELP = "vllm, sglang, speculators, eagle, medusa or tgi"
+
+
+@command("export")
+def export_command(
+    head: Annotated[str, typer.Argument(help="Head folder, run folder or hub id.")],
+    to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUT_HELP}.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", help="What the target is called in the export; the head's own.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16 for the weights; the head's own.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Prove it as `headway check` does; exit code 1 if it fails.")
+    ] = False,
+    revision: RevisionOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Write a head as another engine reads it, and print the command that serves it."""
+    from headway.foreign_commands import export_head
+
+    export_head(head, to, out, target, dtype, check, revision, device)
+
+
+@command("import")
+def import_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of config.json and .safetensors, .bin or .pt.")],
+    target: TargetOption,
+    out: Annotated[Path, typer.Option(help="Head folder to write.")],
+    layout: Annotated[str | None, typer.Option("--from", help=f"Layout, where it is not clear: {LAYOUT_HELP}.")] = None,
+    revision: RevisionOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Make a head of one that another program trained or serves: EAGLE-3 and Medusa, in any layout."""
+    from headway.foreign_commands import import_head
+
+    import_head(folder, target, out, layout, revision, device)
+
+
+@command("check")
+def check_command(
+    folder: Annotated[Path, typer.Argument(help="Folder that an engine is to read.")],
+    target: TargetOption,
+    head: Annotated[str | None, typer.Option(help="The head that was exported: folder, run folder or hub id.")] = None,
+    layout: Annotated[str | None, typer.Option("--as", help=f"Layout, where it is not clear: {LAYOUT_HELP}.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option("--prompts", "-p", help="A file of prompts; four of its own without.")
+    ] = None,
+    limit: LimitOption = None,
+    max_new_tokens: NewTokensOption = 48,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read a folder as its engine would and compare logits and accepted length with the head; exit code 1 if they differ."""
+    from headway.foreign_commands import check_folder
+
+    check_folder(folder, target, head, layout, prompts or [], limit, max_new_tokens, dtype, device, revision, as_json)
+
+
 @command("info")
 def info_command(
     what: Annotated[str, typer.Argument(help="A head (folder, run folder, hub id) or a target.")],

@@ -161,9 +161,10 @@ class _Together:
     def part(self, i: int) -> Callable[[Tensor], Tensor]:
         """Return the forward of the i-th layer."""
         module = self.modules[i]
+        dtype = module.weight.dtype  # when it was packed; a model may be turned into another since
 
         def forward(x: Tensor) -> Tensor:
-            if x.dtype != module.weight.dtype:  # under autocast, say
+            if x.dtype != dtype:  # under autocast, say
                 return nn.functional.linear(x, module.weight, module.bias)
             if self._multiply is not None:
                 taken = self._take(i, x)

@@ -1,0 +1,296 @@
+"""What the layouts share: what goes in and comes out, and folders on disk.
+
+A layout is a module of this package named in LAYOUTS. It has
+
+    WRITE     {family: function(Saved, TargetWeights | None) -> Foreign}
+    READ      {family: function(Foreign, TargetInfo, TargetWeights) -> Saved}
+    needs_target(Saved) -> whether WRITE copies weights of the target
+    serve     function(family, folder, target name, number of drafted tokens) -> the command that serves it
+
+A family that a layout cannot hold is not in its tables; what it cannot hold of a family is refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headway.heads.common.checkpoint import CONFIG, WEIGHTS, written_aside
+from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import HeadConfig, TargetInfo
+
+LAYOUTS = ("vllm", "sglang", "speculators", "eagle", "medusa", "tgi")
+NOTE = "headway"
+"""Key of config.json under which an export says what it is; engines pass over it."""
+
+
+@dataclass
+class TargetWeights:
+    """Weights of the target as its own files hold them."""
+
+    embedding: Tensor
+    """[V, D], before any scaling of the embedding."""
+    lm_head: Tensor
+    """[V, D]"""
+
+
+@dataclass
+class Saved:
+    """A head in Headway's own names."""
+
+    family: str
+    config: HeadConfig
+    tensors: dict[str, Tensor]
+    info: TargetInfo
+
+
+@dataclass
+class Foreign:
+    """A head in the names of a layout."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    weights: str = WEIGHTS
+    """Name of the file of the tensors."""
+    said: list[str] = field(default_factory=list)
+    """What the user should know of the translation, a line each."""
+
+
+def find_layout(name: str) -> ModuleType:
+    """Return the module of a layout. Raises HeadwayError naming those there are."""
+    if name not in LAYOUTS:
+        raise HeadwayError(f"unknown layout {name!r}; there are {', '.join(LAYOUTS)}")
+    return import_module(f"headway.heads.formats.{name}")
+
+
+def layouts_of(family: str) -> list[str]:
+    """Return the layouts that can hold heads of a family."""
+    return [name for name in LAYOUTS if family in find_layout(name).WRITE]
+
+
+def to_layout(name: str, saved: Saved, dtype: torch.dtype, weights: TargetWeights | None = None) -> Foreign:
+    """Return a head in a layout, floating tensors in `dtype`.
+
+    Raises HeadwayError, naming it, for what the layout cannot hold and for a tensor that is empty or not finite.
+    """
+    layout = find_layout(name)
+    if saved.family not in layout.WRITE:
+        others = layouts_of(saved.family)
+        where = f"export it --to {' or '.join(others)}" if others else "no layout holds this family"
+        raise HeadwayError(f"layout {name} holds no {saved.family} heads ({', '.join(layout.WRITE)}); {where}")
+    if weights is None and layout.needs_target(saved):
+        raise HeadwayError(f"layout {name} holds copies of the target's weights; give --target")
+    foreign: Foreign = layout.WRITE[saved.family](saved, weights)
+    foreign.tensors = {n: _stored(n, t, dtype) for n, t in foreign.tensors.items()}
+    foreign.config["dtype"] = foreign.config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    foreign.config[NOTE] = {
+        "layout": name,
+        "family": saved.family,
+        "taps": list(saved.config.taps),
+        "taps_are": "outputs of decoder layers, counted from 0; last is after the final norm",
+        "target": saved.info.name,
+        "tensors": digest(foreign.tensors),
+        "config": config_digest(foreign.config),
+        **foreign.config.get(NOTE, {}),
+    }
+    return foreign
+
+
+def from_layout(name: str, family: str, foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> Saved:
+    """Return the head that a layout holds. Raises HeadwayError, naming it, for what a head of the family cannot be."""
+    layout = find_layout(name)
+    if family not in layout.READ:
+        raise HeadwayError(f"layout {name} holds no {family} heads; give --from {' or '.join(layouts_of(family))}")
+    saved: Saved = layout.READ[family](foreign, info, weights)
+    return saved
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Return a short hash of names, shapes and values."""
+    hashed = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        hashed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        hashed.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:16]
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Return a short hash of a config without its note."""
+    plain = {key: value for key, value in config.items() if key != NOTE}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def renamed(saved: Saved, names: dict[str, str], layout: str) -> dict[str, Tensor]:
+    """Return the head's tensors under the names of a layout; `names` is ours -> theirs.
+
+    Raises HeadwayError for a tensor of the head that has no name there, and for one that the head lacks.
+    """
+    for name in sorted(set(names) ^ set(saved.tensors)):
+        what = "has no place in" if name in saved.tensors else "is missing, and needed in"
+        raise HeadwayError(f"tensor {name!r} of the {saved.family} head {what} layout {layout}; nothing was written")
+    return {theirs: saved.tensors[ours] for ours, theirs in names.items()}
+
+
+def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as it is written. Raises HeadwayError for one that is empty or not finite."""
+    if tensor.numel() == 0:
+        raise HeadwayError(f"tensor {name!r} is empty, so nothing was written; save the whole head first")
+    if not tensor.is_floating_point():
+        return tensor.detach().cpu().contiguous().clone()
+    tensor = tensor.detach().cpu().to(dtype).contiguous().clone()
+    if not torch.isfinite(tensor).all():
+        raise HeadwayError(
+            f"tensor {name!r} has values that are not finite in {str(dtype).removeprefix('torch.')}, so nothing was written; "
+            "train the head again, or give --dtype float32"
+        )
+    return tensor
+
+
+def write_folder(folder: Path, foreign: Foreign) -> None:
+    """Write config.json and the tensors, aside and then renamed; an earlier export there is replaced.
+
+    Raises HeadwayError for a folder that holds something else.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and NOTE not in _read_config(folder, needed=False):
+        raise HeadwayError(f"{folder} is not empty and holds no export of headway; give a new folder")
+    if (folder / CONFIG).is_file() and "format" in _read_config(folder):
+        raise HeadwayError(f"{folder} is a head of headway itself; export it to another folder")
+    with written_aside(folder) as aside:
+        save_file(foreign.tensors, aside / foreign.weights, metadata={"format": "pt"})
+        text = json.dumps(foreign.config, indent=2, ensure_ascii=False) + "\n"
+        (aside / CONFIG).write_text(text, encoding="utf-8")
+
+
+def read_folder(folder: Path) -> Foreign:
+    """Return config and tensors of a foreign folder: safetensors, or .bin and .pt files of tensors alone, in one file or
+    several. Of a full model with Medusa heads in it, the heads alone are read.
+
+    Raises HeadwayError where there is nothing to read, or a file is damaged or would run code.
+    """
+    if not folder.is_dir():
+        raise HeadwayError(f"no folder {str(folder)!r}; give a folder of config.json and weights")
+    config = _read_config(folder)
+    paths = _weight_files(folder)
+    wanted = _only_heads(path_names(path) for path in paths) if len(paths) == 1 else _only_heads(map(path_names, paths))
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        for name, tensor in _read_file(path, wanted).items():
+            if name in tensors:
+                raise HeadwayError(f"{folder}: tensor {name!r} is in two files; leave one of them")
+            tensors[name] = tensor
+    if not tensors:
+        raise HeadwayError(f"{folder} holds no tensors; download or convert it again")
+    return Foreign(tensors, config, paths[0].name)
+
+
+def _read_config(folder: Path, needed: bool = True) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not needed:
+            return {}
+        raise HeadwayError(f"{path} does not exist; a foreign head is a folder of config.json and weights") from None
+    except ValueError as e:
+        raise HeadwayError(f"{path} is no JSON ({e}); download or convert it again") from None
+    if not isinstance(config, dict):
+        raise HeadwayError(f"{path} is no JSON object; download or convert it again")
+    return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of the tensors: safetensors where there are any, else .bin, else .pt."""
+    for pattern in ("*.safetensors", "*.bin", "*.pt"):
+        paths = sorted(folder.glob(pattern))
+        heads = [path for path in paths if path.name.startswith("medusa_lm_head")]
+        if paths:
+            return heads or [path for path in paths if path.name != "training_args.bin"]
+    raise HeadwayError(f"{folder} has no .safetensors, .bin or .pt file; download or convert it again")
+
+
+MEDUSA_IN_A_MODEL = re.compile(r"(^|\.)medusa_heads?\.")
+
+
+def _only_heads(names: Iterable[list[str]]) -> Callable[[str], bool]:
+    """Return which tensors to read: of a model with Medusa heads in it, the heads; else all."""
+    found = [name for some in names for name in some]
+    inside = any(MEDUSA_IN_A_MODEL.search(name) for name in found)
+    return lambda name: not inside or bool(MEDUSA_IN_A_MODEL.search(name))
+
+
+def path_names(path: Path) -> list[str]:
+    """Return the names of the tensors in a file. Raises HeadwayError where it is damaged."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as file:
+                return list(file.keys())
+        except SafetensorError as e:
+            raise HeadwayError(
+                f"{path} is damaged or truncated ({str(e).splitlines()[0]}); download it again"
+            ) from None
+    return list(_unpickle(path))
+
+
+def _read_file(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 - not a dict
+    return {name: tensor for name, tensor in _unpickle(path).items() if wanted(name)}
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a .bin or .pt file, read without running what it may hold."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # noqa: BLE001 - torch raises pickle, zip, key and runtime errors for damaged files
+        raise HeadwayError(
+            f"{path} holds more than tensors, or is damaged ({str(e).splitlines()[0]}); it is not read, since it could run code: "
+            "ask its author for safetensors"
+        ) from None
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise HeadwayError(f"{path} is no dictionary of tensors; give the weights file alone")
+    return {str(name): tensor for name, tensor in state.items()}
+
+
+def recognise(foreign: Foreign) -> tuple[str | None, str]:
+    """Return (layout, family) of a foreign folder; the layout is None where config and tensors leave it open.
+
+    Raises HeadwayError where no family is recognised.
+    """
+    config, names = foreign.config, [re.sub(r"^model\.", "", name) for name in foreign.tensors]
+    note = config.get(NOTE)
+    if isinstance(note, dict) and note.get("layout") in LAYOUTS and isinstance(note.get("family"), str):
+        return note["layout"], note["family"]
+    if "speculators_model_type" in config:
+        return "speculators", str(config["speculators_model_type"])
+    if any(re.match(r"blocks\.\d+\.layers\.", name) for name in names):
+        return "vllm", "medusa"
+    if any(re.search(r"(^|\.)\d+\.\d+\.linear\.weight$", name) for name in names):
+        return "medusa", "medusa"
+    if any(re.match(r"(midlayer|layers\.0)\.hidden_norm\.", name) for name in names):
+        asked = (config.get("eagle_config") or {}).get(TAP_IDS) or config.get(TAP_IDS)
+        return (None if asked else "eagle"), "eagle3"
+    if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
+        return "eagle", "eagle"
+    raise HeadwayError(
+        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3 and Medusa "
+        f"in the layouts {', '.join(LAYOUTS)}"
+    )
+
+
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
