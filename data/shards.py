@@ -30,6 +30,7 @@ from headway.heads.common.errors import HeadwayError
 
 Store = Literal["bfloat16", "int8"]
 STORES: tuple[Store, ...] = get_args(Store)
+REMEDY = "delete it, its features are then computed"
 OUTLIERS = 16
 """Numbers of a row kept in bfloat16; at most a quarter of it."""
 
@@ -37,7 +38,7 @@ OUTLIERS = 16
 class BadShard(HeadwayError):
     """A shard that is not whole, or whose content is not what was written; `path` and `reason` say which and why."""
 
-    def __init__(self, path: Path, reason: str, remedy: str = "delete it, its features are then computed") -> None:
+    def __init__(self, path: Path, reason: str, remedy: str = REMEDY) -> None:
         super().__init__(f"{path} is damaged ({reason}); {remedy}")
         self.path, self.reason = path, reason
 
@@ -110,18 +111,18 @@ class Shard:
     Raises BadShard on opening for a file that is cut short or has no checksums, and on reading for one that was changed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, remedy: str = REMEDY) -> None:
+        self.path, self._remedy = path, remedy
         try:
             self._file = safe_open(path, framework="pt")
             about = json.loads((self._file.metadata() or {}).get("headway", "{}"))
         except (SafetensorError, OSError, ValueError) as error:
-            raise BadShard(path, " ".join(str(error).split())) from error
+            raise BadShard(path, " ".join(str(error).split()), remedy) from error
         self.names: list[str] = list(self._file.keys())
         self._crc32: dict[str, int] = about.pop("crc32", {})
         self.facts: dict[str, Any] = about
         if set(self._crc32) != set(self.names):
-            raise BadShard(path, "it has no checksums")
+            raise BadShard(path, "it has no checksums", remedy)
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor without reading it."""
@@ -132,9 +133,9 @@ class Shard:
         try:
             tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise BadShard(self.path, f"{name!r}: {error}") from error
+            raise BadShard(self.path, f"{name!r}: {error}", self._remedy) from error
         if _checksum(tensor) != self._crc32[name]:
-            raise BadShard(self.path, f"the checksum of {name!r} is wrong")
+            raise BadShard(self.path, f"the checksum of {name!r} is wrong", self._remedy)
         return tensor
 
     def read_all(self) -> dict[str, Tensor]:

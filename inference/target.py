@@ -7,6 +7,7 @@ With cache.py, attention.py and probe.py this is all that touches transformers' 
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -81,7 +82,7 @@ class Target:
         self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
-        self.frozen = self._references()
+        self.frozen = self._references(model.get_input_embeddings(), model.get_output_embeddings())
         self.mode = ""  # none yet: the probe makes caches
         self.max_positions = usable_positions(_plain_config(self.text_config))
         """Longest context."""
@@ -265,8 +266,13 @@ class Target:
             self.decoder(input_ids=token_BT, attention_mask=valid_BT.long(), use_cache=False)
         return torch.cat(captured[:-1], dim=-1), captured[-1]
 
-    def _references(self) -> Frozen:
-        embedding, out = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+    def frozen_on(self, device: torch.device) -> Frozen:
+        """Return references for a head on another device, to copies of the embedding and the LM head there."""
+        both = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding, out = (copy.deepcopy(module).to(device) for module in both)
+        return self._references(embedding, out)
+
+    def _references(self, embedding: Any, out: Any) -> Frozen:
         scale, softcap = _logit_transform(self.text_config)
         embed_scale = _body_embed_scale(self.text_config)
 

@@ -6,6 +6,7 @@ import netrc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,12 @@ from headway.data.dialogs import read_dialogs, read_manifest
 from headway.data.recorded import Recorded
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Batch, Head, LossReport, find_family
+from headway.heads.common.protocol import Batch, Frozen, Head, LossReport, find_family
 from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
+from headway.train.estimate import require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
 from headway.train.progress import say
 from headway.train.run_folder import Progress, RunFolder, sha256_of
@@ -97,38 +99,44 @@ def prepare(
         from headway.inference.target import Target
 
         dtype = same_dtype(config, accelerator, saved)
-        target = Target.load(config.target, dtype=dtype, device=str(accelerator.device), revision=config.revision)
+        where = config.target_device or str(accelerator.device)
+        require_memory(config, dtype, where)
+        target = Target.load(config.target, dtype=dtype, device=where, revision=config.revision)
+    check_weights(saved, target, folder)
     check_manifest(manifest, target, config)
     if target.max_positions < config.max_length:
         rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)
-    head = make_head(config, target, rows).to(accelerator.device)
+    device = accelerator.device
+    apart = config.target_device is not None
+    frozen = target.frozen_on(device) if apart else target.frozen
+    head = make_head(config, target, rows, frozen).to(device)
     if tree is not None:
         check_policy(tree, head.max_depth)
 
     total_steps = (saved or {}).get("total_steps")
     if accelerator.is_main_process and saved is None:
         facts = {"dtype": str(target.dtype).removeprefix("torch."), "processes": accelerator.num_processes}
+        facts["weights"] = target.fingerprint
         folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
     if accelerator.is_main_process:
         folder.hold()
     accelerator.wait_for_everyone()
     batches = make_batches(rows.train, config.tokens_per_batch)
     by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))
-    train = Features(target, head.config.taps, batches)
+    recorded = Recorded(config.dialogs, target, config.features)
+    if config.features is not None:
+        recorded.require(head.config.taps)
+    make_features = partial(Features, target, head.config.taps, recorded=recorded, store=config.store, device=device)
     repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    kept, why = choose_cache(config.cache, train.num_bytes, repeats, num_local, Path(config.out))
-    recorded = Recorded(config.dialogs, target)
-    train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared, recorded)
+    size = make_features(batches).num_bytes
+    kept, why = choose_cache(config.cache, size, repeats, num_local, Path(config.out))
+    train = make_features(batches, kept, folder.path / "cache", shared)
     held_out_kept: Kept = "off" if kept == "off" else "memory"
-    held_out = Features(
-        target,
-        head.config.taps,
-        make_batches(rows.held_out, config.tokens_per_batch),
-        held_out_kept,
-        recorded=recorded,
-    )
+    held_out = make_features(make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
+    if apart:
+        train.look_ahead()
 
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
     optimizer = make_optimizer(config, head)
@@ -228,10 +236,20 @@ def check_manifest(manifest: dict[str, Any], target: Target, config: TrainConfig
         )
 
 
-def make_head(config: TrainConfig, target: Target, rows: Rows) -> Head:
+def check_weights(saved: dict[str, Any] | None, target: Target, folder: RunFolder) -> None:
+    """Raise HeadwayError when a run is continued on a target of other weights under the same name."""
+    before, now = (saved or {}).get("weights", target.fingerprint), target.fingerprint
+    if before != now:
+        raise HeadwayError(
+            f"{folder.path} holds a run on {target.info.name} with weights {before}, now they are {now}; continue it on the "
+            "target that it began with, or give another folder: out=..."
+        )
+
+
+def make_head(config: TrainConfig, target: Target, rows: Rows, frozen: Frozen) -> Head:
     """Return a head with its draft vocabulary chosen and its weights warm-started."""
     config_class, head_class = find_family(config.family)
-    head = head_class(config_class.for_target(target.info, **config.head), target.frozen)
+    head = head_class(config_class.for_target(target.info, **config.head), frozen)
     size = getattr(head.config, "draft_vocab_size", 0)
     if size:
         counts = count_tokens(rows.train, target.info.vocab_size)

@@ -64,8 +64,8 @@ def test_where_features_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     where, why = choose_cache("auto", 1 << 28, repeats=True, num_local=1000)  # each process keeps all
     assert where == "off"
     assert "1000 processes" in why
-    monkeypatch.setattr(features, "_free_memory", lambda: 1000)
-    monkeypatch.setattr(features, "_free_disk", lambda folder: 4000)
+    monkeypatch.setattr(features, "free_memory", lambda: 1000)
+    monkeypatch.setattr(features, "free_disk", lambda folder: 4000)
     assert [choose_cache("auto", n, True, folder=tmp_path)[0] for n in (400, 1900, 2100)] == ["memory", "disk", "off"]
     assert choose_cache("disk", 3900, True, folder=tmp_path)[0] == "disk"
     with pytest.raises(HeadwayError, match="does not fit"):
