@@ -20,11 +20,21 @@ from torch import Tensor
 from headway.data.dialogs import Dialog, read_dialogs, read_manifest
 from headway.data.jsonl import lock
 from headway.data.progress import Progress
-from headway.data.recorded import FOLDER, Recorded, begin_folder, check_content, check_shard, dialog_tensors
-from headway.data.shards import BadShard, Shard, Store, decode, encode, feature_bytes, remove_torn, write_shard
+from headway.data.recorded import FOLDER, Recorded, begin_folder, check_content, check_shard, dialog_tensors, usual_taps
+from headway.data.shards import (
+    STORES,
+    Shard,
+    ShardError,
+    Store,
+    decode,
+    encode,
+    feature_bytes,
+    remove_torn,
+    write_shard,
+)
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import summarise
-from headway.heads.common.protocol import Tap
+from headway.heads.common.protocol import HeadConfig, Tap, TargetInfo
 from headway.inference.target import Target
 
 SHARD_TOKENS = 16384
@@ -112,7 +122,7 @@ def remove_damaged(folder: Path, hidden_size: int, verify: bool, show: bool) -> 
             shard = Shard(path)
             if verify:
                 check_content(shard, hidden_size)
-        except BadShard as error:
+        except ShardError as error:
             print_line(f"{path} is damaged ({error.reason}); it is removed, and its dialogs are captured", show)
             path.unlink()
             count += 1
@@ -144,6 +154,35 @@ def make_plan(target: Target, dialogs: Path | str, folder: Path) -> Plan:
 def captured_bytes(num_tokens: int, hidden_size: int, num_taps: int, store: Store) -> int:
     """Return the bytes that captured features of so many tokens take, `last` being one of the taps."""
     return feature_bytes(num_tokens, hidden_size, num_taps, store) + TEACHER_BYTES * num_tokens
+
+
+def check_request(info: TargetInfo, taps: str | None, store: str) -> tuple[tuple[Tap, ...], Store]:
+    """Return the taps of `1,14,26,last` (those that every family reads if None) and the store.
+
+    Raises HeadwayError for a layer that the target has not, and an unknown store.
+    """
+    if store not in STORES:
+        raise HeadwayError(f"--store is {store!r}; allowed: {', '.join(STORES)}")
+    chosen: tuple[Tap, ...] = usual_taps(info)
+    if taps is not None:
+        parts = [part.strip() for part in taps.split(",")]
+        if not all(part == "last" or part.isdecimal() for part in parts):
+            raise HeadwayError(f"--taps is {taps!r}; give layers from 0 and last: 1,14,26,last")
+        chosen = tuple("last" if part == "last" else int(part) for part in parts)
+    HeadConfig(taps=chosen).check_taps(info)
+    return chosen, store
+
+
+def spell_estimate(info: TargetInfo, dialogs: Path, taps: Sequence[Tap], store: Store, out: Path | None) -> str:
+    """Return what a capture would write, in words, computed from the dialogs and the target's config alone."""
+    folder = dialogs / FOLDER if out is None else out
+    tokens = sum(len(dialog.token_ids) - 1 for dialog in read_dialogs(dialogs))
+    both = ", ".join(f"{captured_bytes(tokens, info.hidden_size, len(taps), s) / 1e9:.4g} GB in {s}" for s in STORES)
+    fits = captured_bytes(tokens, info.hidden_size, len(taps), store) <= free_disk(folder)
+    return (
+        f"capture: taps {list(taps)} of {tokens} tokens take {both} (computed); {folder} has {free_disk(folder) / 1e9:.4g} GB "
+        f"free: {store} {'fits' if fits else 'does not fit'}"
+    )
 
 
 def require_disk(folder: Path, num_bytes: int, store: Store) -> None:
@@ -199,7 +238,7 @@ def _why_again(
             return f"{path} was made in {shard.facts.get('dtype')}"
         if verify:
             check_content(shard, target.info.hidden_size)
-    except BadShard as error:
+    except ShardError as error:
         return f"{path} is damaged ({error.reason})"
     return None
 

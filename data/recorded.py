@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from headway.data.manifest import read_json, require_same, write_json
-from headway.data.shards import BadShard, Shard, Store, decode, encode, require_finite, row_bytes, total_bytes, write_shard
+from headway.data.shards import (
+    Shard,
+    ShardError,
+    Store,
+    decode,
+    encode,
+    require_finite,
+    row_bytes,
+    total_bytes,
+    write_shard,
+)
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Tap, TargetInfo, families, find_family
 
@@ -104,7 +114,9 @@ class FeatureWriter:
         """Write what waits as a shard."""
         if not self._waiting:
             return
-        last = max((int(path.stem.removeprefix("shard-")) for path in self.folder.glob("shard-*.safetensors")), default=-1)
+        last = max(
+            (int(path.stem.removeprefix("shard-")) for path in self.folder.glob("shard-*.safetensors")), default=-1
+        )
         write_shard(self.folder / f"shard-{last + 1:05d}.safetensors", self._waiting)
         self._waiting, self._num_bytes = {}, 0
 
@@ -174,7 +186,9 @@ class Recorded:
         if not self.covers(taps):
             return f"recorded features: of taps {list(self.taps)}, not of all of {list(taps)}; the target computes them"
         made = " and ".join(self.dtypes)
-        return f"recorded features: of {len(self)} dialogs, made in {made}, kept in {self.store}, read instead of computed"
+        return (
+            f"recorded features: of {len(self)} dialogs, made in {made}, kept in {self.store}, read instead of computed"
+        )
 
     def holds(self, dialog_id: str, token_ids: Sequence[int]) -> bool:
         """Return whether the features of a dialog are there, of all its tokens but the last at least."""
@@ -219,7 +233,7 @@ class Recorded:
 
 
 def check_shard(shard: Shard, store: Store, num_taps: int, hidden_size: int) -> None:
-    """Raise BadShard unless each dialog of a shard has as many features as token ids, of the right width."""
+    """Raise ShardError unless each dialog of a shard has as many features as token ids, of the right width."""
     width = [num_taps * hidden_size] if store == "bfloat16" else [num_taps, row_bytes(hidden_size, store)]
     for name in shard.names:
         kind, _, dialog_id = name.partition(" ")
@@ -227,12 +241,12 @@ def check_shard(shard: Shard, store: Store, num_taps: int, hidden_size: int) -> 
             continue
         other = _ids_key(dialog_id) if kind == "dialog" else _key(dialog_id)
         if other not in shard.names:
-            raise BadShard(shard.path, f"it has {name!r} without {other!r}", REMEDY)
+            raise ShardError(shard.path, f"it has {name!r} without {other!r}", REMEDY)
         if kind == "dialog":
             size, *got = shard.shape(name)
             ids = shard.shape(other)[0]
             if size != ids or got != width:
-                raise BadShard(
+                raise ShardError(
                     shard.path,
                     f"dialog {dialog_id!r} has {size} features of shape {got} for {ids} ids, not {ids} of {width}",
                     REMEDY,
@@ -240,7 +254,7 @@ def check_shard(shard: Shard, store: Store, num_taps: int, hidden_size: int) -> 
 
 
 def check_content(shard: Shard, hidden_size: int) -> None:
-    """Read a shard whole. Raises BadShard unless it is what was written, and every feature a finite number."""
+    """Read a shard whole. Raises ShardError unless it is what was written, and every feature a finite number."""
     for name in shard.names:
         tensor = shard.read(name)
         if name.startswith("dialog "):
@@ -249,7 +263,7 @@ def check_content(shard: Shard, hidden_size: int) -> None:
 
 def _finite(feature: Tensor, shard: Shard, dialog_id: str) -> Tensor:
     if not bool(feature.isfinite().all()):
-        raise BadShard(shard.path, f"features of dialog {dialog_id!r} that are not finite", REMEDY)
+        raise ShardError(shard.path, f"features of dialog {dialog_id!r} that are not finite", REMEDY)
     return feature
 
 

@@ -35,7 +35,7 @@ OUTLIERS = 16
 """Numbers of a row kept in bfloat16; at most a quarter of it."""
 
 
-class BadShard(HeadwayError):
+class ShardError(HeadwayError):
     """A shard that is not whole, or whose content is not what was written; `path` and `reason` say which and why."""
 
     def __init__(self, path: Path, reason: str, remedy: str = REMEDY) -> None:
@@ -108,7 +108,7 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, A
 class Shard:
     """A shard opened for reading; tensors are read, and their checksums compared, when asked for.
 
-    Raises BadShard on opening for a file that is cut short or has no checksums, and on reading for one that was changed.
+    Raises ShardError on opening for a file that is cut short or has no checksums, and on reading for one that was changed.
     """
 
     def __init__(self, path: Path, remedy: str = REMEDY) -> None:
@@ -117,29 +117,29 @@ class Shard:
             self._file = safe_open(path, framework="pt")
             about = json.loads((self._file.metadata() or {}).get("headway", "{}"))
         except (SafetensorError, OSError, ValueError) as error:
-            raise BadShard(path, " ".join(str(error).split()), remedy) from error
+            raise ShardError(path, " ".join(str(error).split()), remedy) from error
         self.names: list[str] = list(self._file.keys())
         self._crc32: dict[str, int] = about.pop("crc32", {})
         self.facts: dict[str, Any] = about
         if set(self._crc32) != set(self.names):
-            raise BadShard(path, "it has no checksums", remedy)
+            raise ShardError(path, "it has no checksums", remedy)
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor without reading it."""
         return list(self._file.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor. Raises BadShard unless it is what was written."""
+        """Return a tensor. Raises ShardError unless it is what was written."""
         try:
             tensor = self._file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise BadShard(self.path, f"{name!r}: {error}", self._remedy) from error
+            raise ShardError(self.path, f"{name!r}: {error}", self._remedy) from error
         if _checksum(tensor) != self._crc32[name]:
-            raise BadShard(self.path, f"the checksum of {name!r} is wrong", self._remedy)
+            raise ShardError(self.path, f"the checksum of {name!r} is wrong", self._remedy)
         return tensor
 
     def read_all(self) -> dict[str, Tensor]:
-        """Return all tensors. Raises BadShard unless each is what was written."""
+        """Return all tensors. Raises ShardError unless each is what was written."""
         return {name: self.read(name) for name in self.names}
 
 
@@ -159,4 +159,4 @@ def _num_outliers(hidden_size: int) -> int:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy()) if tensor.numel() else 0
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data) if tensor.numel() else 0

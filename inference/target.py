@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -419,11 +419,34 @@ def load_tokenizer(
 
 
 def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
-    """Return what is known of a target from its config alone; no weights are read."""
+    """Return what is known of a target from its config and tokenizer; no weights are read."""
+    info = load_config_info(name, revision=revision)
+    return replace(info, num_tokens=len(load_tokenizer(name, revision=revision)))
+
+
+def load_config_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
+    """Return what is known of a target from its config alone: `num_tokens` is the size of its vocabulary."""
+    config = read_model_config(name, revision=revision).get_text_config()
+    try:
+        return TargetInfo(
+            name=str(name),
+            revision=getattr(config, "_commit_hash", None),
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_tokens=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            text_config=_plain_config(config),
+        )
+    except AttributeError as e:
+        raise HeadwayError(f"cannot read a model config from {str(name)!r}: {e}") from e
+
+
+def read_model_config(name: str | Path, *, revision: str | None = None) -> Any:
+    """Return the transformers config of a target. Raises HeadwayError when there is none."""
     source, extra = _source(str(name))
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config()
-        num_tokens = len(load_tokenizer(name, revision=revision))
+        return AutoConfig.from_pretrained(source, revision=revision, **extra)
     except (
         OSError,
         ValueError,
@@ -434,20 +457,8 @@ def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
         StrictDataclassError,
         struct.error,
     ) as e:
-        if isinstance(e, HeadwayError):
-            raise
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise HeadwayError(f"cannot read a model config from {str(name)!r}: {first}") from e
-    return TargetInfo(
-        name=str(name),
-        revision=getattr(config, "_commit_hash", None),
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        num_tokens=num_tokens,
-        num_layers=config.num_hidden_layers,
-        text_config=_plain_config(config),
-    )
 
 
 def usable_positions(text_config: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from headway.data.capture import free_disk
 from headway.data.manifest import digest, read_json, write_json
 from headway.data.recorded import Recorded
-from headway.data.shards import BadShard, Shard, Store, decode, encode, remove_torn, row_bytes, write_shard
+from headway.data.shards import Shard, ShardError, Store, decode, encode, remove_torn, row_bytes, write_shard
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import label_positions, summarise
 from headway.heads.common.protocol import Batch, Tap
@@ -45,8 +45,8 @@ FIGURE_BYTES = 12
 class Features:
     """The batches of one set of rows. `kept` says where features stay: memory, disk or off; `store` how they are rounded.
 
-    Batches are on `device`, that of the head, which is the target's unless it is given. Raises HeadwayError for a folder
-    that keeps features of something else, naming the difference.
+    Batches are on `device`, that of the head, which is the target's unless it is given. A folder that keeps
+    features of something else is refused when it is first looked into: HeadwayError, naming the difference.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class Features:
         self._memory: Memory = {} if shared is None else shared
         self._worker: ThreadPoolExecutor | None = None
         self._ahead: tuple[int, Future[Batch]] | None = None
-        if kept == "disk":
-            self._begin_folder()
+        self._begun = False
 
     @property
     def num_bytes(self) -> int:
@@ -191,7 +190,7 @@ class Features:
         if self.kept == "disk" and self._path(n).is_file():
             try:
                 return Shard(self._path(n)).read_all()
-            except BadShard as error:
+            except ShardError as error:
                 say(f"{error.path} is damaged ({error.reason}); it is made again")
                 error.path.unlink(missing_ok=True)
         found = self._memory.get(self._key(n))
@@ -216,6 +215,9 @@ class Features:
 
     def _path(self, n: int) -> Path:
         assert self.folder is not None
+        if not self._begun:
+            self._begin_folder()
+            self._begun = True
         return self.folder / f"batch-{n}.safetensors"
 
     def _begin_folder(self) -> None:

@@ -31,8 +31,10 @@ from headway.heads.common.errors import HeadwayError
 from headway.train.config import TrainConfig
 
 KEEP = 2
-FREE_KEYS = ("out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree")
-FREE_KEYS += ("target_device",)
+FREE_KEYS = (
+    "out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree",
+    "target_device",
+)  # fmt: skip
 """Recipe keys that may change when a run is continued: they do not touch the weights."""
 
 

@@ -20,12 +20,12 @@ from headway.data.dialogs import read_dialogs, read_manifest
 from headway.data.recorded import Recorded
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Batch, Frozen, Head, LossReport, find_family
+from headway.heads.common.protocol import Batch, Head, LossReport, find_family
 from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
-from headway.train.estimate import require_memory
+from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
 from headway.train.progress import say
 from headway.train.run_folder import Progress, RunFolder, sha256_of
@@ -108,12 +108,12 @@ def prepare(
         rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)
     device = accelerator.device
-    apart = config.target_device is not None
-    frozen = target.frozen_on(device) if apart else target.frozen
-    head = make_head(config, target, rows, frozen).to(device)
+    head = make_head(config, target, rows, device).to(device)
     if tree is not None:
         check_policy(tree, head.max_depth)
 
+    require_disk(config, head)
+    by_count, train, held_out, said = prepare_features(config, accelerator, target, head, rows, folder, shared)
     total_steps = (saved or {}).get("total_steps")
     if accelerator.is_main_process and saved is None:
         facts = {"dtype": str(target.dtype).removeprefix("torch."), "processes": accelerator.num_processes}
@@ -122,22 +122,6 @@ def prepare(
     if accelerator.is_main_process:
         folder.hold()
     accelerator.wait_for_everyone()
-    batches = make_batches(rows.train, config.tokens_per_batch)
-    by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))
-    recorded = Recorded(config.dialogs, target, config.features)
-    if config.features is not None:
-        recorded.require(head.config.taps)
-    make_features = partial(Features, target, head.config.taps, recorded=recorded, store=config.store, device=device)
-    repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size = make_features(batches).num_bytes
-    kept, why = choose_cache(config.cache, size, repeats, num_local, Path(config.out))
-    train = make_features(batches, kept, folder.path / "cache", shared)
-    held_out_kept: Kept = "off" if kept == "off" else "memory"
-    held_out = make_features(make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
-    if apart:
-        train.look_ahead()
-
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
     optimizer = make_optimizer(config, head)
     model, optimizer = accelerator.prepare(Step(head, autocast), optimizer)
@@ -154,8 +138,7 @@ def prepare(
         folder.rewind_log(progress.step)
         if manifest.get("target", target.info.name) != target.info.name:
             say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
-        say_plan(head, rows, train, why, total_steps, progress)
-        say(recorded.spell(head.config.taps))
+        say_plan(head, rows, train, said, total_steps, progress)
     if config.tracker != "none":
         if config.tracker == "wandb" and not knows_wandb_account():
             os.environ["WANDB_MODE"] = "offline"
@@ -246,8 +229,43 @@ def check_weights(saved: dict[str, Any] | None, target: Target, folder: RunFolde
         )
 
 
-def make_head(config: TrainConfig, target: Target, rows: Rows, frozen: Frozen) -> Head:
-    """Return a head with its draft vocabulary chosen and its weights warm-started."""
+def prepare_features(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    target: Target,
+    head: Head,
+    rows: Rows,
+    folder: RunFolder,
+    shared: Memory | None,
+) -> tuple[int | None, Features, Features, list[str]]:
+    """Return the steps that epochs and max_steps allow, the features of both sets of rows, and lines that say where they are.
+
+    Raises HeadwayError for features that were asked for and are not this target's, and for what does not fit.
+    """
+    recorded = Recorded(config.dialogs, target, config.features)
+    if config.features is not None:
+        recorded.require(head.config.taps)
+    make_features = partial(
+        Features, target, head.config.taps, recorded=recorded, store=config.store, device=accelerator.device
+    )
+    batches = make_batches(rows.train, config.tokens_per_batch)
+    per_step = config.grad_accum * accelerator.num_processes
+    by_count = steps_by_count(config, per_step, len(batches))
+    repeats = by_count is None or by_count * per_step > len(batches)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = make_features(batches).num_bytes
+    kept, why = choose_cache(config.cache, size, repeats, num_local, Path(config.out))
+    train = make_features(batches, kept, folder.path / "cache", shared)
+    held_out_kept: Kept = "off" if kept == "off" else "memory"
+    held_out = make_features(make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
+    if config.target_device is not None:
+        train.look_ahead()
+    return by_count, train, held_out, [why, recorded.spell(head.config.taps)]
+
+
+def make_head(config: TrainConfig, target: Target, rows: Rows, device: torch.device) -> Head:
+    """Return a head with its draft vocabulary chosen and its weights warm-started; `device` is where it will be."""
+    frozen = target.frozen if config.target_device is None else target.frozen_on(device)
     config_class, head_class = find_family(config.family)
     head = head_class(config_class.for_target(target.info, **config.head), frozen)
     size = getattr(head.config, "draft_vocab_size", 0)
@@ -281,7 +299,7 @@ def trial(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Bat
     raw.zero_grad(set_to_none=True)
 
 
-def say_plan(head: Head, rows: Rows, train: Features, why: str, total_steps: int, progress: Progress) -> None:
+def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_steps: int, progress: Progress) -> None:
     """Say what the run is about to do, and what was left out."""
     size = sum(p.numel() for p in head.parameters() if p.requires_grad)
     say(f"{size / 1e6:.1f} M trainable weights, taps {list(head.config.taps)}")
@@ -294,7 +312,8 @@ def say_plan(head: Head, rows: Rows, train: Features, why: str, total_steps: int
         counts = count_tokens(rows.train, head.frozen.info.vocab_size)
         covered = float(counts[vocab.cpu()].sum() / counts.sum().clamp_min(1))
         say(f"draft vocabulary of {vocab.numel()} words covers {covered:.1%} of the supervised tokens")
-    say(why)
+    for line in said:
+        say(line)
     say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
 
 

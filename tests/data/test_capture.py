@@ -75,7 +75,9 @@ def test_training_reads_what_it_would_compute(
             got = [read[n] for n in range(len(batches))]
         for a, b in zip(got, want, strict=True):
             for row, length in enumerate(a.length_B.tolist()):
-                torch.testing.assert_close(a.tap_BTF[row, : length - 1], b.tap_BTF[row, : length - 1], atol=0.05, rtol=0.02)
+                torch.testing.assert_close(
+                    a.tap_BTF[row, : length - 1], b.tap_BTF[row, : length - 1], atol=0.05, rtol=0.02
+                )
             at = label_positions(a)
             assert a.normaliser_BT is not None
             assert a.argmax_BT is not None

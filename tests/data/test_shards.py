@@ -9,8 +9,8 @@ import torch
 
 from headway.data.shards import (
     STORES,
-    BadShard,
     Shard,
+    ShardError,
     decode,
     encode,
     feature_bytes,
@@ -86,13 +86,13 @@ def test_a_shard_is_whole_or_refused_by_name(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for at in (0, 5, 100, len(whole) - 1):
         path.write_bytes(whole[:at])
-        with pytest.raises(BadShard, match=r"shard-1\.safetensors is damaged"):
+        with pytest.raises(ShardError, match=r"shard-1\.safetensors is damaged"):
             Shard(path)
     path.write_bytes(whole[:-9] + b"\x01" + whole[-8:])
     shard = Shard(path)
-    with pytest.raises(BadShard, match=r"shard-1\.safetensors is damaged .the checksum of 'x' is wrong"):
+    with pytest.raises(ShardError, match=r"shard-1\.safetensors is damaged .the checksum of 'x' is wrong"):
         shard.read("x")
     path.write_bytes(whole)
     assert Shard(path).read("x").equal(torch.arange(1000))
-    with pytest.raises(BadShard, match="nowhere"):
+    with pytest.raises(ShardError, match="nowhere"):
         Shard(tmp_path / "nowhere")
