@@ -32,7 +32,7 @@ Store = Literal["bfloat16", "int8"]
 STORES: tuple[Store, ...] = get_args(Store)
 REMEDY = "delete it, its features are then computed"
 OUTLIERS = 16
-"""Numbers of a row kept in bfloat16; at most a quarter of it."""
+"""Numbers of a row kept in bfloat16; at most one in sixteen."""
 
 
 class ShardError(HeadwayError):
@@ -155,7 +155,7 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _num_outliers(hidden_size: int) -> int:
-    return min(OUTLIERS, hidden_size // 4)
+    return max(1, min(OUTLIERS, hidden_size // 16))
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -101,6 +101,7 @@ class Features:
         if self._worker is None:
             return self[n]
         before = self._ahead
+        self.settle()  # two passes at once would take one another's features
         batch = before[1].result() if before is not None and before[0] == n else self[n]
         self._ahead = (then, self._worker.submit(self.__getitem__, then))
         return batch

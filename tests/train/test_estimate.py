@@ -95,7 +95,9 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", families())
-def test_the_step_that_is_followed_is_the_step_that_runs(recipe: Make, tiny: Target, tmp_path: Path, family: str) -> None:
+def test_the_step_that_is_followed_is_the_step_that_runs(
+    recipe: Make, tiny: Target, tmp_path: Path, family: str
+) -> None:
     """Operations and memory of a head without weights are those of one with them, on real rows."""
     tiny.model.config.save_pretrained(tmp_path / "tiny")
     config = recipe(family=family, head={"draft_vocab_size": 64}, target=str(tmp_path / "tiny"))
@@ -171,7 +173,9 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(
 ) -> None:
     config = recipe(target=config_only(**LLAMA_8B), head={})
     monkeypatch.setattr(module, "free_memory", lambda: 16 * 2**30)
-    with pytest.raises(HeadwayError, match=r"takes 29\.92 GiB in float32.*16\.00 GiB of memory are free; use dtype=bfloat16"):
+    with pytest.raises(
+        HeadwayError, match=r"takes 29\.92 GiB in float32.*16\.00 GiB of memory are free; use dtype=bfloat16"
+    ):
         train(config)  # there are no weights to read
     assert not Path(config.out).exists()
     require_memory(recipe(target=config.target, head={"num_heads": 1}), "bfloat16", "cpu")
