@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.data.capture import free_disk
@@ -308,17 +308,18 @@ def follow(head: Head, sizes: Sizes, config: TrainConfig, data: Data) -> Work:
 
 def follow_step(head: Head, B: int, T: int, D: int) -> tuple[float, int]:
     """Return the floating-point operations of one step over B rows of T positions, all goals, and its greatest memory."""
-    with next(head.parameters()).device:
-        batch = Batch(
-            token_BT=torch.zeros(B, T, dtype=torch.long),
-            length_B=torch.full((B,), T),
-            supervised_BT=torch.ones(B, T, dtype=torch.bool),
-            tap_BTF=torch.zeros(B, T, D * len(head.config.taps)),
-            last_BTD=torch.zeros(B, T, D),
-            normaliser_BT=torch.zeros(B, T),
-            argmax_BT=torch.zeros(B, T, dtype=torch.long),
-        )
-    memory = _Memory(num_labels=B * (T - 1))
+    device = next(head.parameters()).device
+    # What a step branches on has contents; what it multiplies has none.
+    batch = Batch(
+        token_BT=torch.zeros(B, T, dtype=torch.long),
+        length_B=torch.full((B,), T),
+        supervised_BT=torch.ones(B, T, dtype=torch.bool),
+        tap_BTF=torch.zeros(B, T, D * len(head.config.taps), device=device),
+        last_BTD=torch.zeros(B, T, D, device=device),
+        normaliser_BT=torch.zeros(B, T, device=device),
+        argmax_BT=torch.zeros(B, T, dtype=torch.long),
+    )
+    memory = _Memory()
     with FlopCounterMode(display=False) as counter, memory:
         head.loss(batch).loss.backward()
     head.zero_grad(set_to_none=True)
@@ -326,22 +327,19 @@ def follow_step(head: Head, B: int, T: int, D: int) -> tuple[float, int]:
 
 
 class _Memory(TorchDispatchMode):
-    """Follows what is alive among the tensors that are made inside the block, and answers for their contents."""
+    """Follows what is alive among the tensors made inside the block; one without contents makes others be without."""
 
-    def __init__(self, num_labels: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_labels, self.peak = num_labels, 0
+        self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
-        if meta and func is torch.ops.aten.nonzero.default:
-            out = torch.empty(self.num_labels, args[0].ndim, dtype=torch.long, device="meta")
-        elif meta and func is torch.ops.aten._local_scalar_dense.default:
-            return self.num_labels
-        else:
-            out = func(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(x.is_meta for x in given):
+            args, kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        before = {x.untyped_storage()._cdata for x in given}
         fresh = False
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in before:

@@ -116,11 +116,11 @@ def test_the_step_that_is_followed_is_the_step_that_runs(
         torch.zeros(B, T),
         torch.zeros(B, T, dtype=torch.long),
     )
-    memory = module._Memory(0)
+    memory = module._Memory()
     with FlopCounterMode(display=False) as counter, memory:
         real.loss(batch).loss.backward()
     # Attention runs as one operation on a CPU and as several without a device.
-    assert flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.05)
     assert peak == pytest.approx(memory.peak, rel=0.02)
     assert peak > sum(4 * p.numel() for p in real.parameters())  # its gradients
     assert follow_step(head, 2 * B, T, D)[0] > 1.9 * flops
