@@ -94,6 +94,8 @@ class Work:
     """Floating-point operations a position, forward and backward, without the target's pass."""
     peak_bytes: int
     """Memory that a step needs at once, gradients included, weights and optimizer not."""
+    followed: bool = True
+    """A step was followed through the head; else both are guessed from the number of weights."""
 
 
 @dataclass
@@ -135,7 +137,9 @@ def estimate(
             "name": config.target, "weights": sizes.num_weights, "active": sizes.num_active, "dtype": dtype,
             "layers": sizes.info.num_layers, "hidden_size": sizes.info.hidden_size, "vocab_size": sizes.info.vocab_size,
         },
-        head={"family": config.family, "weights": work.num_weights, "taps": list(head.config.taps)},
+        head={
+            "family": config.family, "weights": work.num_weights, "taps": list(head.config.taps), "followed": work.followed,
+        },
         data={**asdict(data), "steps": steps, "trained_positions": round(steps * _step_positions(config, data, place))},
         place={**asdict(place), "free_disk": free_disk(Path(config.out))},
         features=features,
@@ -183,14 +187,16 @@ def _price_time(
     target_flops = sizes.pass_flops(data.mean / 2) + sizes.logit_flops * data.goals / data.positions
     target_flops = 0.0 if features["captured"] else target_flops
     keeps = features["kept"] in ("memory", "disk")
-    once = data.positions * target_flops / rate if keeps else 0.0
-    each = (work.flops + (0.0 if keeps else target_flops)) * per_step / rate
+    target_each, head_each = target_flops * per_step / rate, work.flops * per_step / rate
+    num_once = data.positions / per_step if keeps else math.inf  # steps until all features are kept
     steps, budget = steps_by_count(config, config.grad_accum * place.devices, data.batches), config.max_seconds
-    if budget is not None and (steps is None or once + steps * each > budget):
-        steps = max(1, int((budget - once) / each))
+    if budget is not None:
+        bought = budget / (target_each + head_each)
+        if bought > num_once:
+            bought = num_once + (budget - num_once * (target_each + head_each)) / head_each
+        steps = max(1, round(min(bought, math.inf if steps is None else steps)))
     assert steps is not None, "the recipe says an end"
-    head_seconds = work.flops * steps * per_step / rate
-    target_seconds = min(once, target_flops * steps * per_step / rate) if keeps else steps * each - head_seconds
+    target_seconds, head_seconds = min(steps, num_once) * target_each, steps * head_each
     return steps, {"target": target_seconds, "head": head_seconds, "together": target_seconds + head_seconds}
 
 
@@ -300,9 +306,13 @@ def follow(head: Head, sizes: Sizes, config: TrainConfig, data: Data) -> Work:
     num_weights = sum(p.numel() for p in head.parameters() if p.requires_grad)
     mean = max(3, min(round(data.mean), config.max_length))
     rows = max(1, config.tokens_per_batch // mean)
-    flops, _ = follow_step(head, rows, mean, sizes.info.hidden_size)
     longest = min(data.longest, config.max_length)
-    _, peak = follow_step(head, max(1, config.tokens_per_batch // longest), longest, sizes.info.hidden_size)
+    try:
+        flops, _ = follow_step(head, rows, mean, sizes.info.hidden_size)
+        _, peak = follow_step(head, max(1, config.tokens_per_batch // longest), longest, sizes.info.hidden_size)
+    except (RuntimeError, NotImplementedError):  # a loss that asks tensors for their contents
+        # Forward and backward are 6 operations a weight, in each step of a head that runs several.
+        return Work(num_weights, 6.0 * num_weights * getattr(head.config, "steps", 1), 4 * num_weights, followed=False)
     return Work(num_weights, flops / (rows * mean), peak)
 
 
@@ -337,6 +347,8 @@ class _Memory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.is_meta for x in given):
+            if func in (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default):
+                return True  # as good as any answer
             args, kwargs = tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))
         out = func(*args, **(kwargs or {}))
         before = {x.untyped_storage()._cdata for x in given}
@@ -425,7 +437,8 @@ def spell(found: Estimate) -> str:
     rows = [
         ("target", f"{target['name']}: {target['weights'] / 1e9:.3g} B weights, {target['dtype']}, {target['layers']} layers of "
                    f"{target['hidden_size']}, vocabulary {target['vocab_size']}"),
-        ("head", f"{head['family']}, taps {head['taps']}, {head['weights'] / 1e6:.4g} M trained weights"),
+        ("head", f"{head['family']}, taps {head['taps']}, {head['weights'] / 1e6:.4g} M trained weights"
+                 + ("" if head["followed"] else "; its step could not be followed: time and memory are guessed from them")),
         ("data", f"{data['rows']} rows, {data['positions']} positions{' (given)' if data['given'] else ''}; {data['steps']} "
                  f"steps over {data['trained_positions']} positions"),
         ("features", f"{gb(features['bfloat16'])} in bfloat16, {gb(features['int8'])} in int8; "

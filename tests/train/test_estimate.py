@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch, families, find_family
+from headway.heads.medusa import Head as Medusa
 from headway.inference.sizes import read_sizes
 from headway.inference.target import Target
 from headway.train import estimate as module
@@ -126,7 +127,9 @@ def test_the_step_that_is_followed_is_the_step_that_runs(
     assert follow_step(head, 2 * B, T, D)[0] > 1.9 * flops
 
 
-def test_the_dialogs_are_counted_where_there_are_some(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+def test_the_dialogs_are_counted_where_there_are_some(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.model.config.save_pretrained(tmp_path / "tiny")
     config = recipe(target=str(tmp_path / "tiny"), cache="disk", max_steps=None, epochs=3)
     found = estimate(config)
@@ -136,9 +139,25 @@ def test_the_dialogs_are_counted_where_there_are_some(recipe: Make, tiny: Target
     assert found.features["kept"] == "disk"
     with pytest.raises(HeadwayError, match="no dialogs yet; give --rows"):
         estimate(recipe(dialogs=str(tmp_path / "none"), target=config.target))
-    assert estimate(recipe(max_steps=None, max_seconds=100, target=config.target)).time["together"] == pytest.approx(
-        100, rel=0.1
-    )
+    monkeypatch.setattr(module, "product_flops", lambda dtype: 1e8)
+    for seconds in (1, 100):  # in the first epoch, and long after it
+        found = estimate(recipe(max_steps=None, max_seconds=seconds, target=config.target, cache="memory"))
+        assert found.time["together"] == pytest.approx(seconds, rel=0.1)
+        assert (found.data["trained_positions"] > found.data["positions"]) == (seconds > 1)
+
+
+def test_a_step_that_cannot_be_followed_is_guessed_and_said(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.model.config.save_pretrained(tmp_path / "tiny")
+    config = recipe(target=str(tmp_path / "tiny"))
+    assert "could not be followed" not in module.spell(estimate(config))
+
+    def loss(self: Medusa, batch: Batch) -> None:
+        batch.tap_BTF.tolist()
+
+    monkeypatch.setattr(Medusa, "loss", loss)
+    assert "could not be followed" in module.spell(estimate(config))
 
 
 def test_the_command(
