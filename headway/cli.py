@@ -919,6 +919,13 @@ def _show_tuning(report: dict[str, Any]) -> None:
 def train_command(
     recipe: Annotated[str, typer.Argument(help="YAML file, such as those in recipes/.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys of the recipe.")] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what the run would take, from the target's config alone, and end.")
+    ] = False,
+    rows: Annotated[int | None, typer.Option(help="For --estimate without dialogs: how many.")] = None,
+    mean_tokens: Annotated[int | None, typer.Option(help="And of how many tokens.")] = None,
+    on: Annotated[str | None, typer.Option(help="For --estimate: not this machine, but H100, 8xA100, ...")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train the head that a recipe describes, or continue its run; as `accelerate launch train/train_heads.py` does."""
     from headway.train.config import load_recipe
@@ -928,7 +935,55 @@ def train_command(
     from headway import inputs
 
     inputs.quiet()
-    raise typer.Exit(train([recipe, *(overrides or [])]))
+    options = {"--rows": rows, "--mean-tokens": mean_tokens, "--on": on, "--json": "" if as_json else None}
+    given = [part for name, value in options.items() if value is not None for part in (name, str(value)) if part]
+    if given and not estimate:
+        raise HeadwayError(f"{given[0]} is for --estimate; add that, or leave it out")
+    raise typer.Exit(train([recipe, *(overrides or []), *(["--estimate", *given] if estimate else [])]))
+
+
+@command("capture")
+def capture_command(
+    target: TargetOption,
+    dialogs: Annotated[Path, typer.Argument(help="Folder written by `headway distill` or `headway convert`.")],
+    taps: Annotated[
+        str | None, typer.Option(help="Layers, such as 1,14,26,last; not given, those that every family reads.")
+    ] = None,
+    store: Annotated[str, typer.Option(help="bfloat16, or int8: about half the room.")] = "bfloat16",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder; not given, beside the dialogs, where training looks.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read what is there, and make anew what is damaged.")
+    ] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say what it would take, and end.")] = False,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    revision: RevisionOption = None,
+) -> None:
+    """Keep the target's features of dialogs in shards, for runs to read; run again it continues."""
+    from headway import inputs
+    from headway.data.capture import capture, check_request, spell_estimate
+    from headway.inference.target import load_info, load_tokenizer
+
+    inputs.quiet()
+    dtype, device = inputs.check_dtype(dtype), inputs.check_device(device)
+    info = load_info(target, revision=revision)
+    chosen, kind = check_request(info, taps, store)
+    if out is not None:
+        inputs.check_folder(out)
+    if estimate:
+        print(spell_estimate(info, dialogs, chosen, kind, out))
+        return
+    tokenizer = load_tokenizer(target, revision=revision)
+    capture(
+        inputs.load_target(target, dtype, device, revision, tokenizer),
+        dialogs,
+        chosen,
+        out=out,
+        store=kind,
+        verify=verify,
+    )
 
 
 @command("push")

@@ -7,6 +7,7 @@ With cache.py, attention.py and probe.py this is all that touches transformers' 
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import inspect
@@ -14,7 +15,7 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -81,7 +82,7 @@ class Target:
         self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
         self.packed = Packed(model)
-        self.frozen = self._references()
+        self.frozen = self._references(model.get_input_embeddings(), model.get_output_embeddings())
         self.mode = ""  # none yet: the probe makes caches
         self.max_positions = usable_positions(_plain_config(self.text_config))
         """Longest context."""
@@ -265,8 +266,13 @@ class Target:
             self.decoder(input_ids=token_BT, attention_mask=valid_BT.long(), use_cache=False)
         return torch.cat(captured[:-1], dim=-1), captured[-1]
 
-    def _references(self) -> Frozen:
-        embedding, out = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+    def frozen_on(self, device: torch.device) -> Frozen:
+        """Return references for a head on another device, to copies of the embedding and the LM head there."""
+        both = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        embedding, out = (copy.deepcopy(module).to(device) for module in both)
+        return self._references(embedding, out)
+
+    def _references(self, embedding: Any, out: Any) -> Frozen:
         scale, softcap = _logit_transform(self.text_config)
         embed_scale = _body_embed_scale(self.text_config)
 
@@ -413,11 +419,34 @@ def load_tokenizer(
 
 
 def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
-    """Return what is known of a target from its config alone; no weights are read."""
+    """Return what is known of a target from its config and tokenizer; no weights are read."""
+    info = load_config_info(name, revision=revision)
+    return replace(info, num_tokens=len(load_tokenizer(name, revision=revision)))
+
+
+def load_config_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
+    """Return what is known of a target from its config alone: `num_tokens` is the size of its vocabulary."""
+    config = read_model_config(name, revision=revision).get_text_config()
+    try:
+        return TargetInfo(
+            name=str(name),
+            revision=getattr(config, "_commit_hash", None),
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_tokens=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            text_config=_plain_config(config),
+        )
+    except AttributeError as e:
+        raise HeadwayError(f"cannot read a model config from {str(name)!r}: {e}") from e
+
+
+def read_model_config(name: str | Path, *, revision: str | None = None) -> Any:
+    """Return the transformers config of a target. Raises HeadwayError when there is none."""
     source, extra = _source(str(name))
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config()
-        num_tokens = len(load_tokenizer(name, revision=revision))
+        return AutoConfig.from_pretrained(source, revision=revision, **extra)
     except (
         OSError,
         ValueError,
@@ -428,20 +457,8 @@ def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
         StrictDataclassError,
         struct.error,
     ) as e:
-        if isinstance(e, HeadwayError):
-            raise
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise HeadwayError(f"cannot read a model config from {str(name)!r}: {first}") from e
-    return TargetInfo(
-        name=str(name),
-        revision=getattr(config, "_commit_hash", None),
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        num_tokens=num_tokens,
-        num_layers=config.num_hidden_layers,
-        text_config=_plain_config(config),
-    )
 
 
 def usable_positions(text_config: dict[str, Any]) -> int:

@@ -533,3 +533,29 @@ def test_prompts_and_distill(run: Run, tmp_path: Path) -> None:
 def test_a_run_folder_stands_for_its_head(run: Run, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "medusa", tmp_path / "mine" / "head")
     assert json.loads(run("info", str(tmp_path / "mine"), "--json")[1])["head"]["family"] == "medusa"
+
+
+def test_capture_and_estimates(run: Run, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    (tmp_path / "said.jsonl").write_text(json.dumps({"id": "a", "messages": said}) + "\n")
+    assert run("convert", "-t", "target", "-p", str(tmp_path / "said.jsonl"), "--out", str(tmp_path / "d"))[0] == 0
+    argv = ("capture", str(tmp_path / "d"), "-t", "target", "--taps", "1,3,4,last", "--store", "int8")
+    code, printed, _ = run(*argv, "--estimate")
+    assert code == 0
+    assert "int8 fits" in printed
+    assert not (tmp_path / "d" / "features").exists()
+    code, _, err = run(*argv)
+    assert (code, "1 made" in err) == (0, True)
+    assert run(*argv, "--verify")[2].strip().endswith("1 kept")
+    for bad, named in (("1,x", "--taps is '1,x'"), ("99,last", "head.taps has 99"), ("1,2", "'last': add it")):
+        code, _, err = run(*argv, "--taps", bad)
+        assert code == 2
+        assert named in err
+    recipe = f"family: eagle3\ntarget: target\ndialogs: {tmp_path / 'd'}\nout: {tmp_path / 'r'}\nmax_steps: 1\n"
+    (tmp_path / "r.yaml").write_text(recipe)
+    code, printed, _ = run(
+        "train", str(tmp_path / "r.yaml"), "--estimate", "--rows", "10", "--mean-tokens", "20", "--json"
+    )
+    assert code == 0
+    assert json.loads(printed)["data"]["rows"] == 10
+    assert run("train", str(tmp_path / "r.yaml"), "--rows", "10")[0] == 2

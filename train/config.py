@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from headway.data.shards import Store
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import find_family
 from headway.train.batches import Supervise
@@ -93,6 +94,14 @@ class TrainConfig:
     cache: Literal["auto", "memory", "disk", "off"] = "auto"
     """Where features are kept between epochs; `auto` is memory when they fit and are needed again, else off. The result
     is the same with any."""
+    store: Store = "bfloat16"
+    """How features are rounded, kept or not: bfloat16, or int8, which takes half the room (data/shards.py)."""
+    features: str | None = None
+    """Folder written by `headway capture`, whose features must then be this target's, of these taps; not given, those
+    beside the dialogs are read where they are."""
+    target_device: str | None = None
+    """Device of the target, such as cuda:1, where the head has one of its own: the features of the next batch are computed
+    while the head trains on this one. Not given, both share a device."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """Where figures go besides log.jsonl."""
 

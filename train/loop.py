@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import LossReport
+from headway.heads.common.protocol import Head, LossReport
 from headway.train.batches import Order
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
@@ -55,9 +55,13 @@ def train(
         say(f"the run in {config.out} is finished; its head is in {RunFolder(config.out).head}")
         return done_before
     folder = RunFolder(config.out)
+    run: Run | None = None
     try:
-        return steps(prepare(config, argv, target, shared, folder))
+        run = prepare(config, argv, target, shared, folder)
+        return steps(run)
     finally:
+        if run is not None:
+            run.train.close()
         folder.release()
 
 
@@ -130,7 +134,7 @@ def accumulate(run: Run, order: Order) -> list[LossReport]:
     reports = []
     for i in range(grad_accum):
         n = (run.progress.step * grad_accum + i) * accelerator.num_processes + accelerator.process_index
-        batch = run.train[order[n]]
+        batch = run.train.take(order[n], then=order[n + accelerator.num_processes])
         with nullcontext() if i == grad_accum - 1 else accelerator.no_sync(run.model):
             report = run.model(batch)
             if supervised(report):
@@ -177,6 +181,7 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
     config = run.config
     if run.accelerator.is_main_process and run.rows.held_out:
         run.head.eval()
+        run.train.settle()
         held_out = (run.held_out[i] for i in range(len(run.held_out.batches)))
         metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.head, held_out).items()}
         room = run.target.max_positions - config.eval_tokens
@@ -184,7 +189,7 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
         if prompts and not interrupted.is_set():
             accepted = evaluate_accepted_length(
                 run.target,
-                run.head,
+                beside_target(run),
                 run.policy,
                 prompts,
                 max_new_tokens=config.eval_tokens,
@@ -198,6 +203,15 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
             log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
+
+
+def beside_target(run: Run) -> Head:
+    """Return the head for decoding: on the target's device."""
+    if run.config.target_device is None:
+        return run.head
+    twin = type(run.head)(run.head.config, run.target.frozen)
+    twin.load_state_dict(run.head.state_dict())
+    return twin.to(run.target.device)
 
 
 def save_state(run: Run) -> None:

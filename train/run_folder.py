@@ -14,7 +14,7 @@ import platform
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,7 +31,10 @@ from headway.heads.common.errors import HeadwayError
 from headway.train.config import TrainConfig
 
 KEEP = 2
-FREE_KEYS = ("out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree")
+FREE_KEYS = (
+    "out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree",
+    "target_device",
+)  # fmt: skip
 """Recipe keys that may change when a run is continued: they do not touch the weights."""
 
 
@@ -196,8 +199,10 @@ class RunFolder:
         write_json(self.path / "run.json", run)
 
     def _check_same(self, saved: dict[str, Any], recipe: dict[str, Any], dialogs_sha256: str) -> None:
+        # A key that is newer than the run has its default there.
+        defaults = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
         for key in {**saved["recipe"], **recipe}:
-            before, after = saved["recipe"].get(key), recipe.get(key)
+            before, after = saved["recipe"].get(key, defaults.get(key)), recipe.get(key)
             if before != after and key not in FREE_KEYS:
                 if isinstance(before, dict) and isinstance(after, dict):
                     inner = next(k for k in {**before, **after} if before.get(k) != after.get(k))

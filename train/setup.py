@@ -6,6 +6,7 @@ import netrc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
+from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
 from headway.train.progress import say
 from headway.train.run_folder import Progress, RunFolder, sha256_of
@@ -97,39 +99,29 @@ def prepare(
         from headway.inference.target import Target
 
         dtype = same_dtype(config, accelerator, saved)
-        target = Target.load(config.target, dtype=dtype, device=str(accelerator.device), revision=config.revision)
+        where = config.target_device or str(accelerator.device)
+        require_memory(config, dtype, where)
+        target = Target.load(config.target, dtype=dtype, device=where, revision=config.revision)
+    check_weights(saved, target, folder)
     check_manifest(manifest, target, config)
     if target.max_positions < config.max_length:
         rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)
-    head = make_head(config, target, rows).to(accelerator.device)
+    device = accelerator.device
+    head = make_head(config, target, rows, device).to(device)
     if tree is not None:
         check_policy(tree, head.max_depth)
 
+    require_disk(config, head)
+    by_count, train, held_out, said = prepare_features(config, accelerator, target, head, rows, folder, shared)
     total_steps = (saved or {}).get("total_steps")
     if accelerator.is_main_process and saved is None:
         facts = {"dtype": str(target.dtype).removeprefix("torch."), "processes": accelerator.num_processes}
+        facts["weights"] = target.fingerprint
         folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
     if accelerator.is_main_process:
         folder.hold()
     accelerator.wait_for_everyone()
-    batches = make_batches(rows.train, config.tokens_per_batch)
-    by_count = steps_by_count(config, config.grad_accum * accelerator.num_processes, len(batches))
-    train = Features(target, head.config.taps, batches)
-    repeats = by_count is None or by_count * config.grad_accum * accelerator.num_processes > len(batches)
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    kept, why = choose_cache(config.cache, train.num_bytes, repeats, num_local, Path(config.out))
-    recorded = Recorded(config.dialogs, target)
-    train = Features(target, head.config.taps, batches, kept, folder.path / "cache", shared, recorded)
-    held_out_kept: Kept = "off" if kept == "off" else "memory"
-    held_out = Features(
-        target,
-        head.config.taps,
-        make_batches(rows.held_out, config.tokens_per_batch),
-        held_out_kept,
-        recorded=recorded,
-    )
-
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
     optimizer = make_optimizer(config, head)
     model, optimizer = accelerator.prepare(Step(head, autocast), optimizer)
@@ -146,8 +138,7 @@ def prepare(
         folder.rewind_log(progress.step)
         if manifest.get("target", target.info.name) != target.info.name:
             say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
-        say_plan(head, rows, train, why, total_steps, progress)
-        say(recorded.spell(head.config.taps))
+        say_plan(head, rows, train, said, total_steps, progress)
     if config.tracker != "none":
         if config.tracker == "wandb" and not knows_wandb_account():
             os.environ["WANDB_MODE"] = "offline"
@@ -228,10 +219,55 @@ def check_manifest(manifest: dict[str, Any], target: Target, config: TrainConfig
         )
 
 
-def make_head(config: TrainConfig, target: Target, rows: Rows) -> Head:
-    """Return a head with its draft vocabulary chosen and its weights warm-started."""
+def check_weights(saved: dict[str, Any] | None, target: Target, folder: RunFolder) -> None:
+    """Raise HeadwayError when a run is continued on a target of other weights under the same name."""
+    before, now = (saved or {}).get("weights", target.fingerprint), target.fingerprint
+    if before != now:
+        raise HeadwayError(
+            f"{folder.path} holds a run on {target.info.name} with weights {before}, now they are {now}; continue it on the "
+            "target that it began with, or give another folder: out=..."
+        )
+
+
+def prepare_features(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    target: Target,
+    head: Head,
+    rows: Rows,
+    folder: RunFolder,
+    shared: Memory | None,
+) -> tuple[int | None, Features, Features, list[str]]:
+    """Return the steps that epochs and max_steps allow, the features of both sets of rows, and lines that say where they are.
+
+    Raises HeadwayError for features that were asked for and are not this target's, and for what does not fit.
+    """
+    recorded = Recorded(config.dialogs, target, config.features)
+    if config.features is not None:
+        recorded.require(head.config.taps)
+    make_features = partial(
+        Features, target, head.config.taps, recorded=recorded, store=config.store, device=accelerator.device
+    )
+    batches = make_batches(rows.train, config.tokens_per_batch)
+    per_step = config.grad_accum * accelerator.num_processes
+    by_count = steps_by_count(config, per_step, len(batches))
+    repeats = by_count is None or by_count * per_step > len(batches)
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = make_features(batches).num_bytes
+    kept, why = choose_cache(config.cache, size, repeats, num_local, Path(config.out))
+    train = make_features(batches, kept, folder.path / "cache", shared)
+    held_out_kept: Kept = "off" if kept == "off" else "memory"
+    held_out = make_features(make_batches(rows.held_out, config.tokens_per_batch), held_out_kept)
+    if config.target_device is not None:
+        train.look_ahead()
+    return by_count, train, held_out, [why, recorded.spell(head.config.taps)]
+
+
+def make_head(config: TrainConfig, target: Target, rows: Rows, device: torch.device) -> Head:
+    """Return a head with its draft vocabulary chosen and its weights warm-started; `device` is where it will be."""
+    frozen = target.frozen if config.target_device is None else target.frozen_on(device)
     config_class, head_class = find_family(config.family)
-    head = head_class(config_class.for_target(target.info, **config.head), target.frozen)
+    head = head_class(config_class.for_target(target.info, **config.head), frozen)
     size = getattr(head.config, "draft_vocab_size", 0)
     if size:
         counts = count_tokens(rows.train, target.info.vocab_size)
@@ -263,7 +299,7 @@ def trial(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Bat
     raw.zero_grad(set_to_none=True)
 
 
-def say_plan(head: Head, rows: Rows, train: Features, why: str, total_steps: int, progress: Progress) -> None:
+def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_steps: int, progress: Progress) -> None:
     """Say what the run is about to do, and what was left out."""
     size = sum(p.numel() for p in head.parameters() if p.requires_grad)
     say(f"{size / 1e6:.1f} M trainable weights, taps {list(head.config.taps)}")
@@ -276,7 +312,8 @@ def say_plan(head: Head, rows: Rows, train: Features, why: str, total_steps: int
         counts = count_tokens(rows.train, head.frozen.info.vocab_size)
         covered = float(counts[vocab.cpu()].sum() / counts.sum().clamp_min(1))
         say(f"draft vocabulary of {vocab.numel()} words covers {covered:.1%} of the supervised tokens")
-    say(why)
+    for line in said:
+        say(line)
     say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
 
 

@@ -18,6 +18,10 @@ USAGE = """usage: accelerate launch train/train_heads.py RECIPE.yaml [key=value 
 
 Trains the head that the recipe describes, or continues the run in its `out` folder. Any key of the recipe can be given
 on the command line, head.x=y included, for example: lr=1e-3 head.num_heads=3 max_seconds=600 out=runs/mine
+
+With --estimate it says what the run would take in time, memory and disk, from the config of the target alone, and ends
+(1 where something does not fit). --rows N --mean-tokens N stand in for dialogs that are not there yet, --on 8xH100 for
+this machine; --json prints one object.
 """
 
 
@@ -30,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from headway.train.config import load_recipe
 
     try:
+        if "--estimate" in argv:
+            from headway.train.estimate import main as estimate
+
+            return estimate(argv)
         config = load_recipe(argv[0], argv[1:])
         from headway.train.loop import Interrupted, train  # after the recipe: torch takes seconds to import
 

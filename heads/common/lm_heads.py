@@ -95,6 +95,8 @@ def lm_head_factor(frozen: Frozen, because: str, remedy: str) -> float:
     Raises HeadwayError, saying why this matters and what else to do, for a target that caps or shifts them.
     """
     weight = frozen.lm_head_weight()
+    if weight.is_meta:  # laid out for an estimate
+        return 1.0
     x = torch.linspace(-1, 1, weight.shape[1], device=weight.device, dtype=weight.dtype)[None]
     product = nn.functional.linear(x, weight).float()
     none, small, large = (frozen.logits(x * size).float() for size in (0, 1, 100))

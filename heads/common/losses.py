@@ -83,7 +83,7 @@ class _ChunkedDistil(torch.autograd.Function):
         best_MS = torch.zeros(M, S, dtype=torch.long, device=hidden_MSD.device)
         # The matrix products run in the autocast dtype, as a Linear would.
         device_type = hidden_MSD.device.type
-        low = torch.is_autocast_enabled(device_type)
+        low = device_type != "meta" and torch.is_autocast_enabled(device_type)  # meta: followed for an estimate
         dtype = torch.get_autocast_dtype(device_type) if low else hidden_MSD.dtype
         weights = [w.detach().to(dtype) for w in lm_heads]
         size = max(1, CHUNK_ELEMENTS // lm_heads[0].shape[0])

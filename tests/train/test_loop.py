@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from headway.data.capture import capture
 from headway.data.dialogs import Dialog, DialogWriter
 from headway.heads.common.checkpoint import load_head, read_config
 from headway.heads.common.errors import HeadwayError
@@ -92,6 +93,62 @@ def test_keeping_features_changes_nothing(recipe: Make, tiny: Target, tmp_path: 
     train(on, target=tiny)
     assert same(weights(off), weights(on))
     assert not (tmp_path / "on" / "cache").exists()
+
+
+def test_eight_bits_train_alike_wherever_they_are_kept(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+    made = {}
+    for name, changes in {
+        "off": {"cache": "off"},
+        "memory": {"cache": "memory"},
+        "disk": {"cache": "disk"},
+        "whole": {"store": "bfloat16"},
+    }.items():
+        config = recipe(out=str(tmp_path / name), **({"store": "int8", "max_steps": None, "epochs": 2} | changes))
+        train(config, target=tiny)
+        made[name] = weights(config)
+    assert same(made["off"], made["memory"])
+    assert same(made["off"], made["disk"])
+    assert not same(made["off"], made["whole"])
+
+
+def test_a_target_with_a_device_of_its_own_trains_the_same_head(recipe: Make, tiny: Target, tmp_path: Path) -> None:
+    beside, apart = (
+        recipe(out=str(tmp_path / name), target_device=device, eval_every=2, grad_accum=2, family="eagle3", head={})
+        for name, device in (("beside", None), ("apart", "cpu"))
+    )
+    assert train(beside, target=tiny)["accepted_length"] == train(apart, target=tiny)["accepted_length"]
+    assert same(weights(beside), weights(apart))
+
+
+def test_captured_features_are_read_and_those_asked_for_must_fit(
+    recipe: Make, tiny: Target, tmp_path: Path, dialogs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "captured")
+    config = recipe(features=folder, store="int8", family="eagle3", head={"steps": 2, "draft_vocab_size": 64})
+    with pytest.raises(HeadwayError, match="none were recorded; make them with `headway capture`"):
+        train(config, target=tiny)
+    capture(tiny, dialogs, (0, 1, 3, "last"), out=folder, store="int8", show=False)
+    assert not Path(config.out).exists()
+    train(config, target=tiny)
+    assert "of 16 dialogs, made in float32, kept in int8, read instead of computed" in capsys.readouterr().err
+    with pytest.raises(HeadwayError, match=r"of taps \[0, 1, 3, 'last'\], not of all of \[2\]"):
+        train(recipe(features=folder, out=str(tmp_path / "other"), head={"taps": (2,)}), target=tiny)
+
+
+def test_a_run_is_not_continued_on_other_weights(recipe: Make, tiny: Target) -> None:
+    config = recipe()
+    train(config, target=tiny)
+    shutil.rmtree(Path(config.out) / "head")
+    with pytest.raises(HeadwayError, match="holds a run on tiny with weights"):
+        train(config, target=target(build(1, num_hidden_layers=4), mode="tree"))
+    run = json.loads((Path(config.out) / "run.json").read_text())
+    del (
+        run["weights"],
+        run["recipe"]["store"],
+        run["recipe"]["features"],
+    )  # as a run from before there were these has it
+    (Path(config.out) / "run.json").write_text(json.dumps(run))
+    train(config, target=tiny)
 
 
 def test_another_seed_is_another_run(recipe: Make, tiny: Target, tmp_path: Path) -> None:
