@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -56,12 +57,14 @@ def use_template(tokenizer: PreTrainedTokenizerBase, file: str | Path | None = N
         raise HeadwayError(f"{error}; give a working one with --chat-template FILE") from error
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+) -> list[int]:
     """Return the ids the target reads before it answers `messages`.
 
     Raises RowError when the template refuses them (a system turn, say).
     """
-    return _ids(tokenizer, _render(tokenizer, messages, generation=True))
+    return _ids(tokenizer, _render(tokenizer, messages, generation=True, tools=tools))
 
 
 def samples(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], cut: bool = False) -> list[Sample]:
@@ -150,9 +153,17 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], generation: bool) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    generation: bool,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> str:
+    more: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation))
+        return str(
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation, **more)
+        )
     except (TemplateError, TypeError) as error:
         raise RowError(f"the chat template refuses the conversation ({error})") from error
 

@@ -14,8 +14,9 @@ from headway.data.dialogs import conversation
 from headway.data.sources import RowError, raw_rows
 from headway.heads.common.errors import HeadwayError
 
-Message = dict[str, str]
-"""{"role": "system" | "user" | "assistant", "content": str}"""
+Message = dict[str, Any]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": str}, maybe `reasoning_content`, `tool_calls` and what else a
+chat template reads."""
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _BROKEN = ("broken JSON", "not UTF-8")
@@ -32,6 +33,8 @@ class Row:
     """Text that is rendered already; no template is applied to it."""
     cut: bool = False
     """The last answer was stopped by a length limit, so its end is not the end of a turn."""
+    tools: list[dict[str, Any]] | None = None
+    """What the target may call, as OpenAI spells it."""
 
 
 @dataclass
