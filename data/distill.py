@@ -81,7 +81,9 @@ def distill(
             for number in range(max(map(len, turns), default=0)):
                 prompts: dict[str, list[int]] = {}
                 due = (of_row[number] for of_row in turns if number < len(of_row))
-                requests = _until_spent(_requests(script, due, settings, mix, prompts), writer, progress, max_tokens_total)
+                requests = _until_spent(
+                    _requests(script, due, settings, mix, prompts), writer, progress, max_tokens_total
+                )
                 emitted = lambda request, tokens: progress.add(tokens=len(tokens))  # noqa: E731
                 for result in generate(target, requests, batch_size=batch_size, on_tokens=emitted, record=record):
                     dialog = _keep(target, writer, result, prompts.pop(result.id))

@@ -13,7 +13,7 @@ import inspect
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +23,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frozen, Tap, TargetInfo
@@ -170,11 +177,7 @@ class Target:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, from the generation config, else the config, else the tokenizer."""
-        for owner in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
-            ids = getattr(owner, "eos_token_id", None)
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-        return ()
+        return _end_ids([getattr(self.model, "generation_config", None), self.text_config, self.tokenizer])
 
     def new_cache(self, rows: int, capacity: int = 256) -> SlotCache:
         """Return an empty cache for `rows` rows; in replay mode a ReplayCache, which is used alike."""
@@ -442,6 +445,29 @@ def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
         num_layers=config.num_hidden_layers,
         text_config=_plain_config(config),
     )
+
+
+def load_end_ids(
+    name: str | Path, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None
+) -> tuple[int, ...]:
+    """Return the ids that end an answer, as `Target.eos_ids` has them; no weights are read."""
+    source, extra = _source(str(name))
+    owners: list[Any] = []
+    if not extra:
+        with suppress(OSError, ValueError):  # many targets have no generation config
+            owners.append(GenerationConfig.from_pretrained(source, revision=revision or "main"))
+    with suppress(OSError, ValueError):
+        owners.append(AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config())
+    return _end_ids([*owners, tokenizer])
+
+
+def _end_ids(owners: Sequence[Any]) -> tuple[int, ...]:
+    """Return the end ids of the first that has some."""
+    for owner in owners:
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
 
 
 def usable_positions(text_config: dict[str, Any]) -> int:
