@@ -12,9 +12,7 @@ sample; where the template rewrote the history, it starts a sample of its own.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,43 +60,11 @@ def use_template(tokenizer: PreTrainedTokenizerBase, file: str | Path | None = N
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
 ) -> list[int]:
-    """Return the ids the target reads before it answers `messages`.
+    """Return the ids the target reads before it answers `messages`, having been shown `tools`.
 
     Raises RowError when the template refuses them (a system turn, say).
     """
-    return _ids(tokenizer, _render(tokenizer, messages, generation=True, tools=tools))
-
-
-def answer_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of an answer as given, without its end-of-turn token."""
-    return _ids(tokenizer, text)
-
-
-def rendered_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    answer: Message,
-    tools: Sequence[dict[str, Any]] | None,
-    end: int,
-    cut: bool = False,
-) -> list[int]:
-    """Return the ids that the template writes for `answer` after the generation prompt, up to the end-of-turn token `end`.
-
-    For answers that a server took apart into reasoning, text and calls of tools. Raises RowError where the template writes
-    something else there, leaves a part out, or the answer was `cut` by a length limit, as its markup then would be.
-    """
-    if cut:
-        raise RowError("cut inside reasoning or a call of a tool, and no token ids were given")
-    prompt = _render(tokenizer, messages, generation=True, tools=tools)
-    whole = _render(tokenizer, [*messages, answer], generation=False, tools=tools)
-    calls = [call.get("function", {}).get("name") for call in answer.get("tool_calls") or ()]
-    parts = [answer.get("reasoning_content"), answer.get("content"), *calls]
-    written = whole[len(prompt) :]
-    if not whole.startswith(prompt) or any(part and str(part).strip() not in written for part in parts):
-        raise RowError("the chat template does not write reasoning or calls as given, and no token ids were given")
-    ids = _ids(tokenizer, written)
-    last = max((at for at, token in enumerate(ids) if token == end), default=None)
-    return [*ids, end] if last is None else ids[: last + 1]
+    return _ids(tokenizer, _render(tokenizer, messages, True, tools))
 
 
 def samples(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], cut: bool = False) -> list[Sample]:
@@ -193,29 +159,13 @@ def _render(
     generation: bool,
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
-    more: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    known: dict[str, Any] = {"tools": list(tools)} if tools else {}
     try:
         return str(
-            tokenizer.apply_chat_template(
-                [_parsed_calls(m) for m in messages], tokenize=False, add_generation_prompt=generation, **more
-            )
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation, **known)
         )
     except (TemplateError, TypeError) as error:
         raise RowError(f"the chat template refuses the conversation ({error})") from error
-
-
-def _parsed_calls(message: Message) -> Message:
-    """Return the message with the arguments of its calls as objects, which templates write; OpenAI spells them as text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function") or {})
-        if isinstance(function.get("arguments"), str):
-            with suppress(ValueError):
-                function["arguments"] = json.loads(function["arguments"])
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -104,6 +104,8 @@ class DialogWriter:
             self._write_manifest()  # before the logs, which it says what they are
         self._log = AppendLog(self.folder / "dialogs.jsonl")
         self._dropped = AppendLog(self.folder / "dropped.jsonl")
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed: the logs are locked by now
+            left.unlink(missing_ok=True)
         self.done: dict[str, Dialog | None] = {}
         """Every id that was dealt with: its dialog, or None where it was dropped."""
         for dialog in _dialogs(self._log.path, self._log.rows):

@@ -15,8 +15,8 @@ from headway.data.sources import RowError, raw_rows
 from headway.heads.common.errors import HeadwayError
 
 Message = dict[str, Any]
-"""{"role": "system" | "user" | "assistant" | "tool", "content": str}, maybe `reasoning_content`, `tool_calls` and what else a
-chat template reads."""
+"""{"role": "system" | "user" | "assistant" | "tool", "content": str}, and of an assistant maybe `tool_calls` (OpenAI's, with
+`arguments` as an object) and `reasoning_content` (str)."""
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _BROKEN = ("broken JSON", "not UTF-8")

@@ -8,16 +8,20 @@ template writes for it after the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.chat import answer_ids, rendered_answer
+from headway.data.chat import text_sample
 from headway.data.distill import OTHER_PROMPT
 from headway.data.endpoint import JSON, RequestError
 from headway.data.prompts import Message
+from headway.data.sources import RowError
 
 NO_IDS = "ids made of the text"
 CHANGED = "ids made of the text, other than those emitted"
@@ -92,7 +96,7 @@ def _message(choice: JSON) -> Message:
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [_with_arguments(call, json.loads) for call in calls]
     return message
 
 
@@ -131,14 +135,66 @@ def dialog_ids(
         return prompt, answer, tuple(notes)
     cut = reply.finish == "length"
     if reply.parsed:
-        answer = rendered_answer(tokenizer, messages, reply.message, tools, end, cut)
+        answer = _rendered(tokenizer, messages, reply.message, tools, prompt, end, cut)
     else:
-        answer = answer_ids(tokenizer, reply.message["content"])
+        answer = text_sample(tokenizer, reply.message["content"]).token_ids
         answer = answer if cut or not answer or answer[-1] in ends else [*answer, end]
     # What ended the answer is in some servers' count and not in others'.
     emitted = {len(answer), len(answer) - (not cut)}
     changed = reply.num_tokens is not None and reply.num_tokens not in emitted
     return prompt, answer, (NO_IDS, *([CHANGED] if changed else []))
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    answer: Message,
+    tools: Sequence[JSON] | None,
+    prompt: list[int],
+    end: int,
+    cut: bool,
+) -> list[int]:
+    """Return the ids that the template writes for `answer` after the prompt, up to the end-of-turn token `end`.
+
+    Raises RowError where it writes something else there or leaves a part out, and for an answer that was `cut` by a length
+    limit, which ended inside its markup.
+    """
+    if cut:
+        raise RowError("cut inside reasoning or a call of a tool, and no token ids were given")
+    known: JSON = {"tools": list(tools)} if tools else {}
+    try:
+        whole = str(tokenizer.apply_chat_template([*messages, answer], tokenize=False, **known))
+    except (TemplateError, TypeError) as error:
+        raise RowError(f"the chat template refuses the answer ({error})") from error
+    ids = text_sample(tokenizer, whole).token_ids
+    written = str(tokenizer.decode(ids[len(prompt) :]))
+    calls = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+    parts = [answer.get("reasoning_content"), answer["content"], *calls]
+    if ids[: len(prompt)] != prompt or any(part and _bare(str(part)) not in _bare(written) for part in parts):
+        raise RowError("the chat template does not write reasoning or calls as given, and no token ids were given")
+    ids = ids[len(prompt) :]
+    last = max((at for at, token in enumerate(ids) if token == end), default=None)
+    return [*ids, end] if last is None else ids[: last + 1]
+
+
+def wire(message: Message) -> Message:
+    """Return a message as OpenAI spells it: the arguments of calls as text, and nothing of our own."""
+    sent = {key: value for key, value in message.items() if key != "weight"}
+    if message.get("tool_calls"):
+        sent["tool_calls"] = [_with_arguments(call, json.dumps) for call in message["tool_calls"]]
+    return sent
+
+
+def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> JSON:
+    """Return a call of a tool with its arguments as an object or as text. Raises RequestError for no such call."""
+    function = _object(_object(call).get("function"))
+    if not isinstance(function.get("name"), str):
+        raise RequestError("no choices", "a call of a tool has no name")
+    arguments = function.get("arguments") or ("{}" if convert is json.loads else {})
+    if isinstance(arguments, str) == (convert is json.loads):
+        with suppress(ValueError):  # what the target wrote may be no JSON; it stays as it is
+            arguments = convert(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _check_spells(ids: list[int], reply: Reply, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -32,7 +32,7 @@ from headway.data.endpoint import JSON, Breaker, Endpoint, Patience, RequestErro
 from headway.data.pool import Job, Pool
 from headway.data.progress import Progress
 from headway.data.prompts import Message, Row
-from headway.data.reply import dialog_ids, read_reply
+from headway.data.reply import dialog_ids, read_reply, wire
 from headway.data.sources import RowError
 from headway.data.turns import History, TemperatureMix, Turn, all_turns, turns_json
 from headway.heads.common.errors import HeadwayError
@@ -189,7 +189,7 @@ class _Asked:
             return "completions", {**body, "prompt": prompt, "skip_special_tokens": False, **self.servers.fields}
         if turn.row.tools:
             body["tools"] = turn.row.tools
-        return "chat/completions", {**body, "messages": messages, **self.servers.fields}
+        return "chat/completions", {**body, "messages": [wire(m) for m in messages], **self.servers.fields}
 
     def check_plain(self) -> None:
         """Raise RequestError where an endpoint that takes OpenAI's fields only would answer by other settings."""
