@@ -91,10 +91,11 @@ class DialogWriter:
         """`identity` must equal that of the folder to continue; `facts` are only recorded."""
         self.folder = Path(folder)
         self._manifest = {"format": FORMAT, "kind": "dialogs", **identity, **(facts or {})}
+        self.saved: dict[str, Any] = {}
+        """The manifest as it was when the folder was opened; empty for a new one."""
         if (self.folder / "manifest.json").exists():
-            require_same(
-                read_json(self.folder / "manifest.json"), {"format": FORMAT, "kind": "dialogs", **identity}, self.folder
-            )
+            self.saved = read_json(self.folder / "manifest.json")
+            require_same(self.saved, {"format": FORMAT, "kind": "dialogs", **identity}, self.folder)
         elif (self.folder / "dialogs.jsonl").exists():
             raise HeadwayError(f"{self.folder} holds dialogs without a manifest; give another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -127,6 +128,10 @@ class DialogWriter:
         self._dropped.append({"id": row_id, "reason": reason})
         self.done[row_id] = None
         self.counts[f"dropped: {reason}"] += 1
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to the manifest; they do not bind who continues the folder."""
+        self._manifest |= facts
 
     def put_in_order(self, ids: Iterable[str]) -> None:
         """Rewrite the logs in the order of `ids`, in which every id that was dealt with must be.

@@ -225,6 +225,7 @@ async def _distill(
         facts = {"servers": list(servers.urls), **prompts_json(rows, source)}
         with DialogWriter(out, identity, facts) as writer:
             check_known(writer, turns)
+            before = Counter(writer.saved.get("failures", {}))
             run = _Run(asked, writer, turns, endpoints, max_tokens_total)
             left = sum(map(len, turns)) - len(writer.done)
             run.progress = Progress("distill: answers", left, seconds=seconds, show=show, more=run.spell)
@@ -235,6 +236,8 @@ async def _distill(
                     f"interrupted: {writer.counts['dialogs']} dialogs are safe in {out}; run it again to continue"
                 )
                 raise
+            finally:
+                writer.record(failures=dict(sorted((before + run.pool.failures).items())))
             settle(writer, turns)
             report = run.report()
             run.progress.close(f"{summary(writer)}\n{report}")

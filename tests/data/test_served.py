@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from byte_tokenizer import GENERATION, IM_END, byte_tokenizer
 from fake_server import KINDS, Body, FakeServer
+from tiny_target import tiny_target
 
+from headway.cli import main
 from headway.data.chat import prompt_ids
 from headway.data.dialogs import Dialog, read_dialogs, read_manifest
 from headway.data.endpoint import Breaker, Patience, clean_url
@@ -75,15 +77,20 @@ def test_a_dozen_ways_to_fail_lose_nothing_and_write_nothing_twice(tmp_path: Pat
         number = int(body["messages"][-1]["content"].split()[1])
         return ways[(number + 5 * attempt) % len(ways)] if attempt < 2 else ""
 
-    with FakeServer(script, hang=0.6) as one, FakeServer(script, hang=0.6) as other:
-        report = run([one.url, other.url], rows, tmp_path, concurrency=3, timeout=0.5)
+    with FakeServer(script, hang=0.35) as one, FakeServer(script, hang=0.35) as other:
+        report = run([one.url, other.url], rows, tmp_path, concurrency=3, timeout=0.3)
         failed = one.failed + other.failed
     assert set(failed) == set(ways)
     expected: Counter[str] = Counter()
     for way, count in failed.items():
         expected[KINDS[way]] += count
-    assert report.failures == expected
-    assert sum((Counter(s["failures"]) for s in report.per_server.values()), Counter()) == expected
+    # On a busy machine a request may be given up that the server was about to answer, or to fail in another way: a timeout
+    # more, and maybe one less of another kind. Without such, the counts are equal.
+    late = report.failures["timeout"] - expected["timeout"]
+    assert set(report.failures - expected) <= {"timeout"}
+    assert sum((expected - report.failures).values()) <= late
+    assert sum(report.failures.values()) == len(one.bodies + other.bodies) - 39
+    assert sum((Counter(s["failures"]) for s in report.per_server.values()), Counter()) == report.failures
     assert answers(tmp_path) == {f"r{i}": f"re: question {i}<|im_end|>" for i in range(39)}
     assert [d.id for d in read_dialogs(tmp_path)] == [row.id for row in rows]  # whole, so in order
     assert not report.left_open
@@ -408,3 +415,59 @@ def test_a_mix_keeps_its_weights() -> None:
     drawn = Counter(mix.of(f"row {i}") for i in range(2000))
     assert abs(drawn[0.6] / 2000 - 0.3) < 0.03
     assert [mix.of("x") for _ in range(3)] == [mix.of("x")] * 3
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of config and tokenizer, and no weights: servers have those."""
+    folder = tmp_path_factory.mktemp("target")
+    tiny_target().model.config.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_the_command(
+    target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", "sk-secret")
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "dialogs"
+    prompts.write_text("".join(json.dumps({"id": i, "turns": [f"a{i}", "b"]}) + "\n" for i in range(3)))
+    argv = ["distill", "-t", str(target_folder), "-p", str(prompts), "--out", str(out), "-n", "20"]
+    argv += ["--temperature-mix", "0.6:1,1.0:1", "--request", '{"reasoning_effort": "low"}']
+    ways = iter(("500", "busy", "html"))
+    with FakeServer(lambda body, attempt: next(ways, "")) as fake:
+        argv += ["--server", fake.url, "--concurrency", "2"]
+        assert main(argv) == 0
+        assert fake.headers[-1]["Authorization"] == "Bearer sk-secret"
+    err = capfd.readouterr().err
+    assert f"{fake.url}/v1: 6 answers" in err
+    assert "failed http 429 1, http 500 1, not JSON 1" in err
+    assert len(answers(out)) == 6
+    assert {body["temperature"] for body in fake.bodies} <= {0.6, 1.0}
+    assert all(body["reasoning_effort"] == "low" for body in fake.bodies)
+    manifest = read_manifest(out)
+    assert manifest["servers"] == [f"{fake.url}/v1"]
+    assert manifest["failures"] == {"http 429": 1, "http 500": 1, "not JSON": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--server", "nowhere"], "no http:// or https:// address"),
+        (["--server", "http://h", "--record"], "--record"),
+        (["--server", "http://h", "--api", "both"], "chat, completions"),
+        (["--server", "http://h", "--request", "[1]"], "no JSON object"),
+        (["--server", "http://h", "--request", '{"n": 2}'], "set by distilling"),
+        (["--server", "http://h", "--api-key-env", "NO_SUCH_KEY"], "NO_SUCH_KEY holds no key"),
+        (["--served-model", "m"], "give --server too"),
+        (["--history", "none"], "own (the target's answers)"),
+        (["--temperature-mix", "warm"], "0.6:0.3,1.0:0.7"),
+        (["--temperature-mix", "1:1", "--temperature", "1"], "contradict"),
+    ],
+)
+def test_the_command_refuses(more: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["distill", "-t", "t", "-p", "p.jsonl", "--out", str(tmp_path / "out"), *more]) == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
