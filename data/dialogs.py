@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +34,10 @@ class Dialog:
     """Half-open ranges of positions whose tokens the target emitted, in order."""
     finish: Finish
     """How the last span ended: `stop` by its end-of-turn token, `length` without one, `given` not by the target."""
+    answer: dict[str, Any] | None = None
+    """The answer as a server gave it (content, reasoning_content, tool_calls), where tokens alone do not say it."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the counts should know of how the ids came about."""
 
     def supervised(self) -> list[bool]:
         """Return, per position, whether predicting its token is a goal."""
@@ -44,12 +48,17 @@ class Dialog:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of `dialogs.jsonl`."""
-        return {
+        row: dict[str, Any] = {
             "id": self.id,
             "token_ids": self.token_ids,
             "spans": [list(span) for span in self.spans],
             "finish": self.finish,
         }
+        if self.answer is not None:
+            row["answer"] = self.answer
+        if self.notes:
+            row["notes"] = list(self.notes)
+        return row
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Dialog:
@@ -66,7 +75,10 @@ class Dialog:
             if not at <= start < end <= len(ids):
                 raise ValueError(f"span [{start}, {end}) does not lie in order within {len(ids)} tokens")
             at = end
-        return cls(row["id"], ids, [(start, end) for start, end in spans], row["finish"])
+        answer, notes = row.get("answer"), row.get("notes", [])
+        if not isinstance(answer, dict | None) or not isinstance(notes, list) or not all(type(n) is str for n in notes):
+            raise ValueError("answer is no message, or notes is no list of strings")
+        return cls(row["id"], ids, [(start, end) for start, end in spans], row["finish"], answer, tuple(notes))
 
 
 class DialogWriter:
@@ -83,15 +95,16 @@ class DialogWriter:
         self.folder = Path(folder)
         self._keep = keep
         self._manifest = {"format": FORMAT, "kind": "dialogs", **identity, **(facts or {})}
+        self.saved: dict[str, Any] = {}
+        """The manifest as it was when the folder was opened; empty for a new one."""
         if (self.folder / "manifest.json").exists():
-            require_same(
-                read_json(self.folder / "manifest.json"), {"format": FORMAT, "kind": "dialogs", **identity}, self.folder
-            )
+            self.saved = read_json(self.folder / "manifest.json")
+            require_same(self.saved, {"format": FORMAT, "kind": "dialogs", **identity}, self.folder)
         elif (self.folder / "dialogs.jsonl").exists():
             raise HeadwayError(f"{self.folder} holds dialogs without a manifest; give another --out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.counts: Counter[str] = Counter()
-        """What the folder holds: dialogs, supervised tokens, dialogs by finish, and dropped ids by reason."""
+        """What the folder holds: dialogs, supervised tokens, dialogs by finish and by note, and dropped ids by reason."""
         if not (self.folder / "manifest.json").exists():
             self._write_manifest()  # before the logs, which it says what they are
         self.done: dict[str, Dialog | None] = {}
@@ -99,6 +112,8 @@ class DialogWriter:
         check = _Check(self.folder / "dialogs.jsonl")
         self._log = AppendLog(check.path, each=lambda row: self._count(check(row)))
         self._dropped = AppendLog(self.folder / "dropped.jsonl")
+        for left in self.folder.glob(".*.tmp"):  # by a process that was killed: the logs are locked by now
+            left.unlink(missing_ok=True)
         for row in self._dropped.rows:
             self.done.setdefault(str(row["id"]), None)
             self.counts[f"dropped: {row['reason']}"] += 1
@@ -121,6 +136,15 @@ class DialogWriter:
         """Add facts to the manifest; they do not bind who continues the folder."""
         self._manifest |= facts
 
+    def put_in_order(self, ids: Iterable[str]) -> None:
+        """Rewrite the logs in the order of `ids`, in which every id that was dealt with must be.
+
+        Answers are written as they come; in one order the folder does not tell how often its making was interrupted.
+        """
+        place = {name: at for at, name in enumerate(ids)}
+        self._log.sort(lambda row: place[row["id"]])
+        self._dropped.sort(lambda row: place[row["id"]])
+
     def close(self) -> None:
         """Bring rows and manifest to the disk; safe to call twice."""
         self._log.close()
@@ -132,9 +156,11 @@ class DialogWriter:
         self.counts["dialogs"] += 1
         self.counts["tokens"] += sum(end - start for start, end in dialog.spans)
         self.counts[dialog.finish] += 1
+        self.counts.update(f"note: {note}" for note in dialog.notes)
 
     def _write_manifest(self) -> None:
-        write_json(self.folder / "manifest.json", {**self._manifest, "counts": dict(self.counts)})
+        # In one order, whatever came first.
+        write_json(self.folder / "manifest.json", {**self._manifest, "counts": dict(sorted(self.counts.items()))})
 
     def __enter__(self) -> DialogWriter:
         return self

@@ -1,15 +1,19 @@
 """Distil: the target answers prompts; its token ids are kept as emitted, and they are what a head learns.
 
-A row with several user turns becomes one dialog per turn: turn t is asked after the target's own answers to the turns
-before it, and only its answer is supervised. Answers that a row already holds are not read.
+A row with several turns becomes one dialog per turn: turn t is asked after the target's own answers to the turns before
+it (or, as asked, after those that the row holds), and only its answer is supervised.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import prompt_ids, use_template
 from headway.data.dialogs import Dialog, DialogWriter
@@ -18,11 +22,15 @@ from headway.data.progress import Progress
 from headway.data.prompts import Message, Row
 from headway.data.recorded import FeatureWriter
 from headway.data.sources import RowError
+from headway.data.turns import History, TemperatureMix, Turn, all_turns, turns_json
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Tap
+from headway.heads.common.protocol import Tap, TargetInfo
 from headway.inference.generate import Request, Result, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
+
+OTHER_PROMPT = "prompt as the server rendered it"
+"""A note: the prompt's ids are those that the server says it read, and differ from the template rendered here."""
 
 
 def distill(
@@ -36,14 +44,18 @@ def distill(
     max_tokens_total: int | None = None,
     seconds: float | None = None,
     record: Sequence[Tap] = (),
+    history: History = "own",
+    mix: TemperatureMix | None = None,
     show: bool = True,
 ) -> Counter[str]:
-    """Answer every user turn of `rows` into the dialogs folder `out`, and return the counts of the whole folder.
+    """Answer every turn of `rows` into the dialogs folder `out`, and return the counts of the whole folder.
 
     A folder begun with the same target and settings is continued: ids it holds are not done again, and `rows` may have
     grown. No new answer is begun once the folder holds `max_tokens_total` tokens or `seconds` have passed; those under
-    way are finished, so that short answers are not preferred. An interrupted run loses only the answers under way.
-    The features of the taps in `record` are kept beside the dialogs (recorded.py), 2 bytes a number.
+    way are finished, so that short answers are not preferred. An interrupted run loses only the answers under way, and
+    a folder that is whole is in the order of the rows, however often it was interrupted.
+    The features of the taps in `record` are kept beside the dialogs (recorded.py), 2 bytes a number. `history` says
+    whose answers stand before a later turn; `mix` gives each row a temperature in place of that of `settings`.
 
     Raises HeadwayError when the folder was made from another target, settings or prompts, naming the difference; and for
     `record` on a target in plain mode, whose own forward shows no taps.
@@ -55,19 +67,23 @@ def distill(
         )
     assert target.tokenizer is not None, "distilling needs the target's tokenizer"
     use_template(target.tokenizer)
-    turns = [[m for m in row.messages if m["role"] == "user"] for row in rows]
+    identity = identity_json(target.tokenizer, target.info, settings, turns_json(history, mix))
+    turns = all_turns(rows)
     with (
-        DialogWriter(out, _identity(target, settings), _facts(target, rows, source, batch_size)) as writer,
+        DialogWriter(out, identity, {**_facts(target, batch_size), **prompts_json(rows, source)}) as writer,
         FeatureWriter(out, target, record) if record else nullcontext() as features,
     ):
-        _check_known(writer, rows, turns)
+        check_known(writer, turns)
         left = sum(map(len, turns)) - len(writer.done)
         progress = Progress("distill: answers", left, seconds=seconds, show=show)
-        queue = _Queue(target, writer, rows, turns, settings)
+        script = Script(target.tokenizer, writer, history, target.eos_ids, target.max_positions)
         try:
-            for turn in range(max(map(len, turns), default=0)):
+            for number in range(max(map(len, turns), default=0)):
                 prompts: dict[str, list[int]] = {}
-                requests = _until_spent(queue.requests(turn, prompts), writer, progress, max_tokens_total)
+                due = (of_row[number] for of_row in turns if number < len(of_row))
+                requests = _until_spent(
+                    _requests(script, due, settings, mix, prompts), writer, progress, max_tokens_total
+                )
                 emitted = lambda request, tokens: progress.add(tokens=len(tokens))  # noqa: E731
                 for result in generate(target, requests, batch_size=batch_size, on_tokens=emitted, record=record):
                     dialog = _keep(target, writer, result, prompts.pop(result.id))
@@ -80,61 +96,84 @@ def distill(
                 f"interrupted: {writer.counts['dialogs']} dialogs are safe in {out}; run it again to continue"
             )
             raise
-        progress.close(_summary(writer, out))
+        settle(writer, turns)
+        progress.close(summary(writer))
     return Counter(writer.counts)
 
 
-class _Queue:
-    """Makes the requests of one turn of all rows, from the answers so far."""
+class Script:
+    """What the target reads for each turn, from what the folder holds so far."""
 
     def __init__(
-        self, target: Target, writer: DialogWriter, rows: Sequence[Row], turns: list[list[Message]], settings: Settings
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        writer: DialogWriter,
+        history: History,
+        end_ids: Collection[int],
+        max_positions: int,
     ) -> None:
-        self.target, self.writer, self.rows, self.turns, self.settings = target, writer, rows, turns, settings
+        self.tokenizer, self.writer, self.history = tokenizer, writer, history
+        self.end_ids, self.max_positions = end_ids, max_positions
 
-    def requests(self, turn: int, prompts: dict[str, list[int]]) -> Iterator[Request]:
-        """Yield a request for each row that has this turn and has not done it; its prompt is put into `prompts`."""
-        for row, users in zip(self.rows, self.turns, strict=True):
-            if turn >= len(users):
-                continue
-            turn_id = _turn_id(row, turn)
-            done = self.writer.done.get(turn_id)
-            if done is None and turn_id in self.writer.done:
-                continue
-            if turn > 0 and _turn_id(row, turn - 1) not in self.writer.done:
-                continue  # time ran out before the turn above it was asked
-            try:
-                ids = self._prompt(row, users, turn)
-            except RowError as error:
-                self.writer.drop(turn_id, str(error))
-                continue
-            if done is not None:
-                self._check_same_prompt(done, ids)
-            elif len(ids) >= self.target.max_positions:
-                self.writer.drop(turn_id, "prompt too long for the context")
-            else:
-                prompts[turn_id] = ids
-                yield Request(ids, self.settings, id=turn_id, key=stable_key(turn_id))
+    def read(self, turn: Turn) -> tuple[list[Message], list[int]] | None:
+        """Return the messages and the prompt of a turn; None where there is nothing to ask.
 
-    def _prompt(self, row: Row, users: list[Message], turn: int) -> list[int]:
-        tokenizer = self.target.tokenizer
-        assert tokenizer is not None
-        messages = [m for m in row.messages[:1] if m["role"] == "system"]
-        for earlier in range(turn):
-            dialog = self.writer.done.get(_turn_id(row, earlier))
-            if dialog is None or dialog.finish != "stop":
-                raise RowError("an earlier turn has no whole answer")
-            start, end = dialog.spans[-1]
-            answer = tokenizer.decode(_without_end(self.target, dialog.token_ids[start:end], self.settings))
-            messages += [users[earlier], {"role": "assistant", "content": str(answer)}]
-        return prompt_ids(tokenizer, [*messages, users[turn]])
+        That is where the turn was dealt with, cannot be asked (it is dropped then, counted), or waits for the one above.
+        Raises HeadwayError where the folder's answer to it was to another prompt.
+        """
+        done = self.writer.done.get(turn.id)
+        if done is None and turn.id in self.writer.done:
+            return None
+        if self.history == "own" and turn.before is not None and turn.before not in self.writer.done:
+            return None  # time ran out before the turn above it was asked
+        try:
+            messages = turn.messages(self.history, self._own)
+            ids = prompt_ids(self.tokenizer, messages, turn.row.tools)
+        except RowError as error:
+            if done is None:
+                self.writer.drop(turn.id, str(error))
+            return None
+        if done is not None:
+            self._check_same_prompt(done, ids)
+            return None
+        if len(ids) >= self.max_positions:
+            self.writer.drop(turn.id, "prompt too long for the context")
+            return None
+        return messages, ids
+
+    def _own(self, dialog_id: str) -> Message:
+        dialog = self.writer.done.get(dialog_id)
+        if dialog is None or dialog.finish != "stop":
+            raise RowError("an earlier turn has no whole answer")
+        if dialog.answer is not None:
+            return dialog.answer
+        start, end = dialog.spans[-1]
+        ids = dialog.token_ids[start:end]
+        text = self.tokenizer.decode(ids[:-1] if ids[-1] in self.end_ids else ids)
+        return {"role": "assistant", "content": str(text)}
 
     def _check_same_prompt(self, done: Dialog, ids: list[int]) -> None:
-        if done.token_ids[: done.spans[0][0]] != ids:
+        if done.token_ids[: done.spans[0][0]] != ids and OTHER_PROMPT not in done.notes:
             raise HeadwayError(
                 f"{self.writer.folder} was made from other prompts: id {done.id!r} asked something else. Continue it "
                 "with the same prompts (more may follow), or give another --out"
             )
+
+
+def _requests(
+    script: Script, turns: Iterable[Turn], settings: Settings, mix: TemperatureMix | None, prompts: dict[str, list[int]]
+) -> Iterator[Request]:
+    """Yield a request for each turn that is to be asked; its prompt is put into `prompts`."""
+    for turn in turns:
+        read = script.read(turn)
+        if read is not None:
+            prompts[turn.id] = read[1]
+            yield Request(read[1], settings_of(turn, settings, mix), id=turn.id, key=stable_key(turn.id))
+
+
+def settings_of(turn: Turn, settings: Settings, mix: TemperatureMix | None) -> Settings:
+    """Return the settings of a turn: `settings`, at the temperature that `mix` gives its row."""
+    return settings if mix is None else replace(settings, temperature=mix.of(turn.row.id))
 
 
 def _until_spent(
@@ -160,24 +199,22 @@ def _keep(target: Target, writer: DialogWriter, result: Result, prompt: list[int
     return dialog
 
 
-def _check_known(writer: DialogWriter, rows: Sequence[Row], turns: list[list[Message]]) -> None:
-    """Raise HeadwayError when the folder holds dialogs of ids that are not among the rows."""
-    known = {_turn_id(row, t) for row, users in zip(rows, turns, strict=True) for t in range(len(users))}
+def check_known(writer: DialogWriter, turns: list[list[Turn]]) -> None:
+    """Raise HeadwayError when the folder holds dialogs of ids that are not among the turns."""
+    known = {turn.id for of_row in turns for turn in of_row}
     strange = [turn_id for turn_id in writer.done if turn_id not in known]
     if strange:
         raise HeadwayError(
             f"{writer.folder} was made from other prompts: it holds {len(strange)} ids that are not among the "
-            f"{len(rows)} rows given ({strange[0]!r} is one). Give the same prompts (more may follow), or another --out"
+            f"{len(turns)} rows given ({strange[0]!r} is one). Give the same prompts (more may follow), or another --out"
         )
 
 
-def _without_end(target: Target, ids: list[int], settings: Settings) -> list[int]:
-    ends = target.eos_ids if settings.eos_ids is None else settings.eos_ids
-    return ids[:-1] if ids and ids[-1] in ends else ids
-
-
-def _turn_id(row: Row, turn: int) -> str:
-    return row.id if turn == 0 else f"{row.id} turn {turn + 1}"
+def settle(writer: DialogWriter, turns: list[list[Turn]]) -> None:
+    """Put the folder in the order of the rows, if every turn was dealt with."""
+    ids = [turn.id for of_row in turns for turn in of_row]
+    if len(writer.done) == len(ids):
+        writer.put_in_order(ids)
 
 
 def stable_key(row_id: str) -> int:
@@ -185,28 +222,34 @@ def stable_key(row_id: str) -> int:
     return int(digest(row_id)[:8], 16)
 
 
-def _identity(target: Target, settings: Settings) -> dict:
-    assert target.tokenizer is not None
+def identity_json(
+    tokenizer: PreTrainedTokenizerBase, info: TargetInfo, settings: Settings, more: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what must be the same for a folder to be continued; `more` overrides."""
     return {
-        "target": target.info.name,
-        "revision": target.info.revision,
-        "vocab_size": target.info.vocab_size,
-        "template_sha256": digest(target.tokenizer.chat_template),
+        "target": info.name,
+        "revision": info.revision,
+        "vocab_size": info.vocab_size,
+        "template_sha256": digest(tokenizer.chat_template),
         "settings": settings_json(settings),
+        "server": None,
+        **more,
     }
 
 
-def _facts(target: Target, rows: Sequence[Row], source: str, batch_size: int) -> dict:
-    return {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "batch_size": batch_size,
-        "prompts": {"source": source, "rows": len(rows), "sha256": digest([[row.id, row.messages] for row in rows])},
-    }
+def prompts_json(rows: Sequence[Row], source: str) -> dict[str, Any]:
+    """Return what a manifest says of the prompts."""
+    said = [[row.id, row.messages, *([row.tools] if row.tools else [])] for row in rows]
+    return {"prompts": {"source": source, "rows": len(rows), "sha256": digest(said)}}
 
 
-def _summary(writer: DialogWriter, out: Path | str) -> str:
+def _facts(target: Target, batch_size: int) -> dict[str, Any]:
+    return {"dtype": str(target.dtype).removeprefix("torch."), "batch_size": batch_size}
+
+
+def summary(writer: DialogWriter) -> str:
+    """Return what a folder holds, in a line."""
     counts = writer.counts
-    dropped = {k: n for k, n in counts.items() if k.startswith("dropped: ")}
-    text = f"{out}: {counts['dialogs']} dialogs, {counts['tokens']} tokens; ended by stop {counts['stop']}, "
-    text += f"length {counts['length']}" + "".join(f"; {k} {n}" for k, n in dropped.items())
-    return text
+    more = {k: n for k, n in sorted(counts.items()) if k.startswith(("dropped: ", "note: "))}
+    text = f"{writer.folder}: {counts['dialogs']} dialogs, {counts['tokens']} tokens; ended by stop {counts['stop']}, "
+    return text + f"length {counts['length']}" + "".join(f"; {k.removeprefix('note: ')} {n}" for k, n in more.items())

@@ -42,6 +42,26 @@ class AppendLog:
         os.fsync(self._file.fileno())
         self._unsynced = 0
 
+    def sort(self, key: Callable[[dict[str, Any]], Any]) -> None:
+        """Put the lines in the order of `key`, aside and then renamed; nothing more may be appended."""
+        self.sync()
+        places: list[tuple[Any, int]] = []
+        with self.path.open("rb") as lines:
+            at = 0
+            for line in lines:
+                places.append((key(json.loads(line)), at))
+                at += len(line)
+            if all(one[0] <= other[0] for one, other in zip(places, places[1:], strict=False)):
+                return
+            aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+            with aside.open("wb") as file:
+                for _, at in sorted(places):
+                    lines.seek(at)
+                    file.write(lines.readline())
+                file.flush()
+                os.fsync(file.fileno())
+        aside.replace(self.path)
+
     def close(self) -> None:
         """Sync and close; safe to call twice."""
         if not self._file.closed:

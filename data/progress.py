@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 
 class Progress:
     """Counts items and tokens and says how it goes."""
 
-    def __init__(self, what: str, total: int | None, *, seconds: float | None = None, show: bool = True) -> None:
-        """`total` items are still to be done, where that is known; `seconds` is the time allowed, if it is limited."""
+    def __init__(
+        self,
+        what: str,
+        total: int | None,
+        *,
+        seconds: float | None = None,
+        show: bool = True,
+        more: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`total` items are still to be done, where that is known; `seconds` is the time allowed, if it is limited. `more` ends
+        the line."""
+        self._more = more
         self.what, self.total, self.seconds, self.show = what, total, seconds, show
         self.done = 0
         self.tokens = 0
@@ -52,7 +63,7 @@ class Progress:
         eta = f", {_clock(left)} left" if left < float("inf") else ""
         # A total that the time will not allow says nothing.
         of = f"/{self.total}" if self.total is not None and by_items <= by_time else ""
-        return f"{self.what} {self.done}{of}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}"
+        return f"{self.what} {self.done}{of}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}{self._more()}"
 
 
 def _clock(seconds: float) -> str:

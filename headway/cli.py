@@ -590,52 +590,87 @@ def distill_command(
     hold_out: HoldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 512,
     temperature: TemperatureOption = 0.0,
+    temperature_mix: Annotated[
+        str | None, typer.Option(help="Temperatures with weights, as 0.6:0.3,1.0:0.7; a row's id chooses its own.")
+    ] = None,
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     min_p: MinPOption = 0.0,
     seed: SeedOption = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Answers under way at once.")] = 8,
+    history: Annotated[
+        str, typer.Option(help="What stands before a later turn: the target's own answers, or those given in the row.")
+    ] = "own",
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers under way at once in the local engine.")] = 8,
     max_tokens_total: Annotated[int | None, typer.Option(min=1, help="Begin no answer beyond so many tokens.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Begin no answer after so long.")] = None,
     record: Annotated[
         bool, typer.Option("--record", help="Keep the features too, so that training need not compute them.")
     ] = False,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="OpenAI-compatible server of the target (vLLM, SGLang), in place of the local engine; repeat it."
+        ),
+    ] = None,
+    served_model: Annotated[str | None, typer.Option(help="The target's name on the servers.")] = None,
+    api: Annotated[
+        str, typer.Option(help="chat: servers render the template; completions: they are sent token ids.")
+    ] = "chat",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once, on each server.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds that a server may take for an answer.")] = 600.0,
+    request: Annotated[
+        str | None, typer.Option(help="JSON object of more fields of each request, such as chat_template_kwargs.")
+    ] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the servers' key; else HEADWAY_API_KEY.")
+    ] = None,
     chat_template: TemplateOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
 ) -> None:
-    """Have the target answer prompts; its token ids are what a head learns."""
+    """Have the target answer prompts, here or on servers; its token ids are what a head learns."""
     from headway import inputs
     from headway.data.chat import use_template
     from headway.data.distill import distill
     from headway.data.prompts import read_rows
     from headway.data.recorded import usual_taps
+    from headway.data.served import distill_served
+    from headway.data.turns import TemperatureMix, check_history
     from headway.inference.sampling import Settings
-    from headway.inference.target import load_tokenizer
+    from headway.inference.target import load_end_ids, load_info, load_tokenizer
 
     inputs.quiet()
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
+    if temperature_mix is not None and temperature != 0:
+        raise HeadwayError("--temperature and --temperature-mix contradict each other; give one of them")
+    servers = inputs.servers(server or [], served_model, api, concurrency, timeout, request, api_key_env)
+    if servers is not None and record:
+        raise HeadwayError(
+            "--record keeps what the local engine computes; with --server leave it out, training computes it"
+        )
+    common: dict[str, Any] = {
+        "settings": settings,
+        "history": check_history(history),
+        "mix": None if temperature_mix is None else TemperatureMix.parse(temperature_mix),
+        "source": ", ".join(prompts),
+        "max_tokens_total": max_tokens_total,
+        "seconds": seconds,
+    }
     inputs.check_folder(out)
-    rows, report = read_rows(prompts, split=split, limit=limit, dedupe=dedupe, held_out=hold_out)
+    rows, report = read_rows(prompts, split=split, limit=limit, tools=True, dedupe=dedupe, held_out=hold_out)
     print(report, file=sys.stderr)
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
+    if servers is not None:
+        info, ends = load_info(target, revision=revision), load_end_ids(target, tokenizer, revision=revision)
+        done = distill_served(tokenizer, info, rows, out, servers=servers, end_ids=ends, **common)
+        raise typer.Exit(1 if done.left_open else 0)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
-    distill(
-        loaded,
-        rows,
-        out,
-        settings=settings,
-        batch_size=batch_size,
-        source=", ".join(prompts),
-        max_tokens_total=max_tokens_total,
-        seconds=seconds,
-        record=usual_taps(loaded.info) if record else (),
-    )
+    distill(loaded, rows, out, batch_size=batch_size, record=usual_taps(loaded.info) if record else (), **common)
 
 
 @command("prompts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from headway.heads.common.errors import HeadwayError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from headway.data.served import Servers
     from headway.heads.common.protocol import Head, TargetInfo
     from headway.inference.bench import Prompt
     from headway.inference.drafter import Drafter
@@ -400,3 +402,41 @@ def load_target(
     if tokenizer is not None:
         target.tokenizer = tokenizer
     return target
+
+
+def servers(
+    urls: Sequence[str],
+    model: str | None,
+    api: str,
+    concurrency: int,
+    timeout: float,
+    fields: str | None,
+    key_variable: str | None,
+) -> Servers | None:
+    """Return the servers asked for on the command line; None without --server.
+
+    Raises HeadwayError for options of servers without one, and for what no server could be asked.
+    """
+    from headway.data.served import Servers, api_key
+
+    if not urls:
+        if (model, fields, key_variable) != (None, None, None):
+            raise HeadwayError(
+                "--served-model, --request and --api-key-env say how servers are asked; give --server too"
+            )
+        return None
+    try:
+        more = json.loads(fields) if fields is not None else {}
+    except ValueError:
+        more = None
+    if not isinstance(more, dict):
+        raise HeadwayError(f'--request {fields!r} is no JSON object, such as \'{{"reasoning_effort": "low"}}\'')
+    return Servers(
+        urls=tuple(urls),
+        model=model,
+        api=api,  # type: ignore[arg-type]  # checked there
+        concurrency=concurrency,
+        timeout=timeout,
+        key=api_key(key_variable),
+        fields=more,
+    )

@@ -14,7 +14,7 @@ import inspect
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +24,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frozen, Tap, TargetInfo
@@ -171,11 +178,7 @@ class Target:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, from the generation config, else the config, else the tokenizer."""
-        for owner in (getattr(self.model, "generation_config", None), self.text_config, self.tokenizer):
-            ids = getattr(owner, "eos_token_id", None)
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-        return ()
+        return _end_ids([getattr(self.model, "generation_config", None), self.text_config, self.tokenizer])
 
     def new_cache(self, rows: int, capacity: int = 256) -> SlotCache:
         """Return an empty cache for `rows` rows; in replay mode a ReplayCache, which is used alike."""
@@ -459,6 +462,29 @@ def read_model_config(name: str | Path, *, revision: str | None = None) -> Any:
     ) as e:
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise HeadwayError(f"cannot read a model config from {str(name)!r}: {first}") from e
+
+
+def load_end_ids(
+    name: str | Path, tokenizer: PreTrainedTokenizerBase, *, revision: str | None = None
+) -> tuple[int, ...]:
+    """Return the ids that end an answer, as `Target.eos_ids` has them; no weights are read."""
+    source, extra = _source(str(name))
+    owners: list[Any] = []
+    if not extra:
+        with suppress(OSError, ValueError):  # many targets have no generation config
+            owners.append(GenerationConfig.from_pretrained(source, revision=revision or "main"))
+    with suppress(OSError, ValueError):
+        owners.append(AutoConfig.from_pretrained(source, revision=revision, **extra).get_text_config())
+    return _end_ids([*owners, tokenizer])
+
+
+def _end_ids(owners: Sequence[Any]) -> tuple[int, ...]:
+    """Return the end ids of the first that has some."""
+    for owner in owners:
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
 
 
 def usable_positions(text_config: dict[str, Any]) -> int:
