@@ -25,6 +25,7 @@ from headway.inference.bench import Prompt, environment, save_report, transforme
 from headway.inference.drafter import HeadDrafter, as_drafter
 from headway.inference.drafters.hybrid import HybridDrafter
 from headway.inference.drafters.ngram import NgramDrafter
+from headway.inference.economy import Economy
 from headway.inference.generate import Request, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target, load_info, load_tokenizer
@@ -88,12 +89,13 @@ def economize_method(name: str, target: Target, length: int) -> Method:
     return run
 
 
-def headway_method(target: Target, drafter: Any) -> Method:
+def headway_method(target: Target, drafter: Any, economy: Economy | None = None) -> Method:
     """Return Headway with a drafter, or plain."""
 
     def run(group: Group, count: int) -> list[list[int]]:
         requests = [Request(ids, Settings(max_new_tokens=count), id=n) for n, (_, _, ids) in group]
-        found = {r.id: r.token_ids for r in generate(target, requests, head=drafter, batch_size=len(group))}
+        answers = generate(target, requests, head=drafter, batch_size=len(group), economy=economy)
+        found = {r.id: r.token_ids for r in answers}
         return [found[n] for n, _ in group]
 
     return run
@@ -139,12 +141,13 @@ def main() -> None:
         methods["flashspec lookup"] = flashspec_method(given.target, target)
     methods["economize lookup"] = economize_method(given.target, target, 4)
     methods["headway plain"] = headway_method(target, None)
-    methods["headway n-gram"] = headway_method(target, NgramDrafter())
+    methods["headway n-gram"] = headway_method(target, NgramDrafter(), Economy())
     for name, source in inputs.head_names([inputs.head_source(h) for h in given.head]).items():
         drafter = as_drafter(load_head(source, target, dtype=target.dtype), inputs.saved_tree(source, target))
-        methods[f"headway {name}"] = headway_method(target, drafter)
+        methods[f"headway {name}"] = headway_method(target, drafter, inputs.economy(source, target, None))
         if isinstance(drafter, HeadDrafter):
-            methods[f"headway n-gram or {name}"] = headway_method(target, HybridDrafter(drafter))
+            hybrid = HybridDrafter(drafter)
+            methods[f"headway n-gram or {name}"] = headway_method(target, hybrid, inputs.economy(source, target, None))
     groups = [prompts[at : at + given.batch] for at in range(0, len(prompts), given.batch)]
     seconds, tokens, same = (dict.fromkeys(methods, 0.0) for _ in range(3))
     names = list(methods)
