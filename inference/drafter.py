@@ -74,12 +74,13 @@ class Ask:
     """Prompt and answer of each row so far, the root last. Not to be changed."""
     draws: Draws | None = None
     """The noise under which the target's tokens will be drawn, where there is any."""
-    by_rows: bool = True
-    """Whether the shape may depend on the number of rows. Not where acceptance is lossy and the answer on the shape."""
+    lossy: bool = False
+    """Whether acceptance is: then a row's answer depends on what is proposed for it, and that must not depend on the other
+    rows, on their number or on what was learned from them."""
 
     def shape(self, policy: Policy) -> Shape:
         """Return the policy's shape for these rows."""
-        return policy.of(len(self.histories) if self.by_rows else 1) if isinstance(policy, ByRows) else policy
+        return policy.of(1 if self.lossy else len(self.histories)) if isinstance(policy, ByRows) else policy
 
 
 class Drafter:

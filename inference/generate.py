@@ -488,7 +488,7 @@ class _Batch:
             draws = Draws.of(
                 [row.settings for row in self.rows], [row.request.key for row in self.rows], list(map(len, histories))
             )
-            tree, self.state = drafter.propose(self.state, Ask(root_B, histories, draws, by_rows=not lossy))
+            tree, self.state = drafter.propose(self.state, Ask(root_B, histories, draws, lossy))
             # A drafter's vocabulary may be padded beyond the target's; any other id is a wrong guess as well.
             tree.token_BN = tree.token_BN.clamp(0, target.info.vocab_size - 1)
         else:
@@ -561,7 +561,9 @@ class _Batch:
                 alike.setdefault(settings, []).append(b)
             else:
                 walk = walk_typical if settings.accept == "typical" and not settings.greedy else walk_exact
-                walks[b] = walk(token_BN[b], tree.parents[b], logits_BNV[b], settings, row.request.key, row.history)
+                size = tree.size_B[b] if tree.size_B is not None else len(token_BN[b])
+                tokens, parents = token_BN[b][:size], tree.parents[b][:size]
+                walks[b] = walk(tokens, parents, logits_BNV[b], settings, row.request.key, row.history)
         visited = [(b, *step) for b in greedy for step in zip(*walks[b], strict=True)]
         if visited:
             value = logits_BNV[tuple(torch.tensor(visited, device=logits_BNV.device).T)]

@@ -29,6 +29,8 @@ class Tree:
     """bool: ancestor_BNN[b, n, m] when m is n or an ancestor of n; what node n may attend to."""
     score_BN: Tensor | None = None
     """The head's cumulative log-probability of each node (the root has 0), where the policy ranks by it."""
+    size_B: list[int] | None = None
+    """Each row's nodes that were proposed; those after them are padding, as wide as the widest row needs. None: all were."""
 
     @staticmethod
     def from_parents(token_BN: Tensor, parents: list[list[int]]) -> Tree:

@@ -51,16 +51,18 @@ class HybridDrafter(Drafter):
 
 
 def _replaced(tree: Tree, guesses: list[list[int]], root_B: torch.Tensor) -> Tree:
-    """Return the tree with the guessed chains in their rows; shorter rows go on
-    from their last node with copies of the root, as `tree_of` does."""
+    """Return the tree with the guessed chains in their rows; shorter rows are padded from their last node with copies of the
+    root, as `tree_of` does."""
     chains = tree_of(guesses, root_B)
     width = max(tree.token_BN.shape[1], chains.token_BN.shape[1])
-    rows = []
-    parents = []
+    rows, parents, sizes = [], [], []
     for b, guess in enumerate(guesses):
         source = chains if guess else tree
         more = width - source.token_BN.shape[1]
         rows.append(torch.cat([source.token_BN[b], root_B[b].expand(more)]))
         size = len(source.parents[b])
         parents.append(source.parents[b] + list(range(size - 1, size - 1 + more)))
-    return Tree.from_parents(torch.stack(rows), parents)
+        sizes.append(source.size_B[b] if source.size_B is not None else size)
+    padded = Tree.from_parents(torch.stack(rows), parents)
+    padded.size_B = sizes
+    return padded

@@ -49,8 +49,7 @@ class NgramDrafter(Drafter):
                 f"longest={longest}, shortest={shortest}"
             )
         self.depth, self.longest, self.shortest = depth, longest, shortest
-        # [right, tried] of each depth, by the tokens that matched, over all rows there were. Guesses depend on it; an answer
-        # does under typical acceptance only, where it depends on the guesses.
+        # [right, tried] of each depth, by the tokens that matched, over all rows there were.
         self._seen = {n: [[0.0, 0.0] for _ in range(depth)] for n in range(shortest, longest + 1)}
 
     def fit(self, target: Target) -> NgramDrafter:
@@ -71,7 +70,7 @@ class NgramDrafter(Drafter):
 
     def guesses(self, state: list[Index], ask: Ask) -> list[list[int]]:
         """Return the proposed tokens of each row, none where nothing matched."""
-        return [self._guess(index, history) for index, history in zip(state, ask.histories, strict=True)]
+        return [self._guess(index, history, ask.lossy) for index, history in zip(state, ask.histories, strict=True)]
 
     def select_rows(self, state: State, kept: list[int]) -> State:
         """Keep the indices of these rows."""
@@ -81,7 +80,7 @@ class NgramDrafter(Drafter):
         """Append the other rows' indices."""
         return [*state, *other]
 
-    def _guess(self, index: Index, history: list[int]) -> list[int]:
+    def _guess(self, index: Index, history: list[int], lossy: bool) -> list[int]:
         self._learn(index, history)
         sizes = range(self.shortest, self.longest + 1)
         # A run that ends the text has nothing after it yet.
@@ -95,7 +94,7 @@ class NgramDrafter(Drafter):
             at = index.end.get(tuple(history[-n:])) if len(history) >= n else None
             if at is not None:
                 index.matched = n
-                for d in range(self._reach(n)):
+                for d in range(usual_reach(n, self.depth) if lossy else self._reach(n)):
                     # What followed may run into the proposal itself: text that repeats goes on repeating.
                     index.guess.append(history[at + d] if at + d < len(history) else index.guess[at + d - len(history)])
                 break
@@ -113,23 +112,34 @@ class NgramDrafter(Drafter):
 
     def _reach(self, n: int) -> int:
         """Return how many tokens to propose after a match of n."""
-        reach, share = 0, 1.0
-        usual = USUAL[min(n, 3)]
-        for right, tried in self._seen[n]:
-            share *= (right + WEIGHT * usual) / (tried + WEIGHT)
-            if share < LEAST:
-                break
-            reach += 1
-        return reach
+        return _reach_of(n, self._seen[n])
+
+
+def usual_reach(n: int, depth: int) -> int:
+    """Return how many tokens to propose after a match of n where nothing is learned, at most `depth`."""
+    return _reach_of(n, [[0.0, 0.0]] * depth)
+
+
+def _reach_of(n: int, seen: list[list[float]]) -> int:
+    reach, share = 0, 1.0
+    usual = USUAL[min(n, 3)]
+    for right, tried in seen:
+        share *= (right + WEIGHT * usual) / (tried + WEIGHT)
+        if share < LEAST:
+            break
+        reach += 1
+    return reach
 
 
 def tree_of(guesses: list[list[int]], root_B: torch.Tensor) -> Tree:
-    """Return the tree of one chain per row. Shorter ones go on with copies of the root: wrong guesses as a rule, and a chain
-    still, for targets that take nothing else."""
+    """Return the tree of one chain per row. Shorter ones are padded with copies of the root: a chain still, for targets that
+    take nothing else."""
     width = max(map(len, guesses), default=0)
     parents = [list(range(-1, width)) for _ in guesses]
     if not width:
         return Tree.from_parents(root_B[:, None], parents)
     tokens = [row + [root] * (width - len(row)) for row, root in zip(guesses, root_B.tolist(), strict=True)]
     drafted_BN = torch.tensor(tokens, device=root_B.device, dtype=root_B.dtype)
-    return Tree.from_parents(torch.cat([root_B[:, None], drafted_BN], 1), parents)
+    tree = Tree.from_parents(torch.cat([root_B[:, None], drafted_BN], 1), parents)
+    tree.size_B = [1 + len(row) for row in guesses]
+    return tree
