@@ -218,6 +218,7 @@ TYPICAL = [
     ([0.4, 0.3, 0.2, 0.1], 0.0834, {0, 1, 2, 3}),
     ([0.25] * 4, 0.075, {0, 1, 2, 3}),
     ([0.97, 0.01, 0.01, 0.01], 0.09, {0}),
+    ([0.92, 0.07, 0.009, 0.001], 0.09, {0}),  # with epsilon and delta exchanged the second is accepted too
 ]
 
 
@@ -232,6 +233,16 @@ def test_typical_thresholds(p: list[float], threshold: float, accepted: set[int]
         assert len(emitted) == len(path)
         if token in accepted:
             assert emitted[0] == token, "an accepted token is emitted, be it the most probable or not"
+
+
+def test_under_typical_acceptance_the_first_token_is_drawn() -> None:
+    """It is no draft: it follows the target's law, it is not the most probable token each time."""
+    logits_NV = torch.tensor(P).log().expand(2, 4)
+    settings = Settings(temperature=1.0, accept="typical", epsilon=0.99, delta=99.0)
+    for tokens, parents in ([9], [-1]), ([9, 2], [-1, 0]):  # nothing drafted; a draft that is not accepted
+        counts = Counter(walk_typical(tokens, parents, logits_NV, settings, key, [9])[1][0] for key in range(DRAWS))
+        assert fits(counts, dict(enumerate(P)), DRAWS)
+    assert not fits(Counter({0: DRAWS}), dict(enumerate(P)), DRAWS)
 
 
 def test_typical_keeps_the_longest_path() -> None:
