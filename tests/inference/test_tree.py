@@ -104,14 +104,16 @@ def test_the_naive_tree_depends_on_the_scores() -> None:
     assert set(paths_of(tree, 0)) != naive_dynamic(Table(1), 0, policy)
 
 
-def test_static_tree_takes_the_named_ranks() -> None:
+@pytest.mark.parametrize("policy", [BINARY3, StaticTree(((1,), (3,), (1, 2), (3, 0), (3, 5), (3, 0, 4)))])
+def test_static_tree_takes_the_named_ranks(policy: StaticTree) -> None:
+    """Of a tree with gaps too, where a child stands without its likelier sibling."""
     for vocab in (None, torch.tensor([0, 2, 3, 5, 8, 9, 11])):
         head = Table(3, vocab=vocab)
-        tree, _ = grow(head, None, BINARY3, torch.tensor([5, 6]))
+        tree, _ = grow(head, None, policy, torch.tensor([5, 6]))
         names = list(range(7)) if vocab is None else vocab.tolist()
         for row in (0, 1):
             want = []
-            for ranks in BINARY3.paths:
+            for ranks in policy.paths:
                 path: tuple[int, ...] = ()
                 for rank in ranks:
                     path = (*path, names[int(head.logits(row, path).argsort(descending=True)[rank])])
