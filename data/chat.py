@@ -33,6 +33,8 @@ from headway.data.prompts import Message
 from headway.data.sources import RowError
 from headway.heads.common.errors import HeadwayError
 
+# What a template's own code may raise, besides what it raises on purpose.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _SENTINELS = ("SENTINELQ", "SENTINELA", "SENTINELZ")
 _TAG = re.compile(r"<([A-Za-z_]+)>")
 
@@ -80,15 +82,19 @@ def prompt_ids(
 class Chat:
     """A tokenizer's chat template, and what was learnt of it once.
 
-    `notes` counts what the template did to answers, for the user to see. Raises HeadwayError as `end_of_turn` does.
+    `notes` counts what the template did to answers, for the user to see. Raises HeadwayError as `end_of_turn` does, and
+    where the template takes no answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.end = end_of_turn(tokenizer)
         self.notes: Counter[str] = Counter()
         self._special = _special_ids(tokenizer)
-        self._lead, self._tail = _surroundings(tokenizer)
+        try:
+            self.end = end_of_turn(tokenizer)
+            self._lead, self._tail = _surroundings(tokenizer)
+        except RowError as error:
+            raise HeadwayError(f"{error}; give a working one with --chat-template FILE") from error
         marked = self._tail.lstrip()
         # Blanks that the template writes between the words and the end-of-turn token are emitted with it.
         written = marked.startswith(str(tokenizer.decode([self.end])))
@@ -116,6 +122,15 @@ class Chat:
             row = prompt + answer
             spans = [*spans, (len(prompt), len(row))]
         return [*done, Sample(row, spans)] if spans else done
+
+    def answer(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids before the last of the messages, an answer, and those that the target emits for it, its end included.
+
+        Raises RowError as `samples` does.
+        """
+        return self._turn(messages, tools, cut=False)
 
     def _turn(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, cut: bool
@@ -307,8 +322,9 @@ def _render(
         return str(
             tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation, **known)
         )
-    except (TemplateError, TypeError) as error:
-        raise RowError(f"the chat template refuses the conversation ({error})") from error
+    except _REFUSALS as error:
+        said = str(error) or type(error).__name__
+        raise RowError(f"the chat template refuses the conversation ({said[:200]})") from error
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -121,7 +121,7 @@ class Script:
         That is where the turn was dealt with, cannot be asked (it is dropped then, counted), or waits for the one above.
         Raises HeadwayError where the folder's answer to it was to another prompt.
         """
-        done = self.writer.done.get(turn.id)
+        done = self.writer.dialog(turn.id)
         if done is None and turn.id in self.writer.done:
             return None
         if self.history == "own" and turn.before is not None and turn.before not in self.writer.done:
@@ -142,7 +142,7 @@ class Script:
         return messages, ids
 
     def _own(self, dialog_id: str) -> Message:
-        dialog = self.writer.done.get(dialog_id)
+        dialog = self.writer.dialog(dialog_id)
         if dialog is None or dialog.finish != "stop":
             raise RowError("an earlier turn has no whole answer")
         if dialog.answer is not None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.chat import end_of_turn, use_template
+from headway.data.chat import Chat, use_template
 from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.distill import (
     Script,
@@ -162,8 +162,8 @@ class _Asked:
     max_positions: int = 0
 
     def __post_init__(self) -> None:
-        self.end = end_of_turn(self.tokenizer)
-        self.ends = {*self.end_ids, self.end}
+        self.chat = Chat(self.tokenizer)
+        self.ends = {*self.end_ids, self.chat.end}
         self.max_positions = usable_positions(self.info.text_config)
 
     def body(self, turn: Turn, messages: list[Message], prompt: list[int]) -> tuple[str, JSON]:
@@ -317,11 +317,12 @@ class _Run:
     def _keep(self, endpoint: Endpoint, turn: Turn, messages: list[Message], prompt: list[int], reply: Any) -> None:
         asked = self.asked
         try:
-            read, emitted, notes = dialog_ids(
-                reply, asked.tokenizer, messages, turn.row.tools, prompt, asked.end, asked.ends
-            )
+            read, emitted, notes = dialog_ids(reply, asked.chat, messages, turn.row.tools, prompt, asked.ends)
         except RowError as error:
             self.writer.drop(turn.id, str(error))
+            return
+        if not emitted:
+            self.writer.drop(turn.id, f"empty answer, {reply.finish}")  # of nothing that the tokenizer knows
             return
         ids = [*read, *emitted]
         kept = reply.message if asked.servers.api == "chat" else None
@@ -393,5 +394,5 @@ async def _models(endpoint: Endpoint) -> dict[str, Any] | str:
         return str(failure)
     except (asyncio.TimeoutError, httpx.HTTPError) as error:
         return f"{type(error).__name__} {error}".strip()
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its /models is no list of models"
