@@ -6,6 +6,7 @@ it (or, as asked, after those that the row holds), and only its answer is superv
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.manifest import digest, settings_json
 from headway.data.progress import Progress
 from headway.data.prompts import Message, Row
-from headway.data.recorded import FeatureWriter
+from headway.data.recorded import FeatureWriter, Recorded
 from headway.data.sources import RowError
 from headway.data.turns import History, TemperatureMix, Turn, all_turns, turns_json
 from headway.heads.common.errors import HeadwayError
@@ -98,6 +99,10 @@ def distill(
             raise
         settle(writer, turns)
         progress.close(summary(writer))
+    if record and show:
+        missing = writer.counts["dialogs"] - len(Recorded(out, target))
+        if missing > 0:  # a shard is written when it is full, and at the end; a kill loses what waits
+            print(f"headway: {missing} dialogs have no features; `headway capture {out}` makes them", file=sys.stderr)
     return Counter(writer.counts)
 
 

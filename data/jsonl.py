@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -37,8 +38,9 @@ class AppendLog:
         """Write one line, and return the byte that it begins at."""
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
         at, self._end = self._end, self._end + len(line)
-        self._file.write(line)
-        self._file.flush()
+        with _named(self.path):
+            self._file.write(line)
+            self._file.flush()
         self._unsynced += 1
         if self._unsynced >= self._sync_every:
             self.sync()
@@ -53,7 +55,8 @@ class AppendLog:
 
     def sync(self) -> None:
         """Bring what was written to the disk."""
-        os.fsync(self._file.fileno())
+        with _named(self.path):
+            os.fsync(self._file.fileno())
         self._unsynced = 0
 
     def sort(self, key: Callable[[dict[str, Any]], Any]) -> None:
@@ -79,14 +82,27 @@ class AppendLog:
     def close(self) -> None:
         """Sync and close; safe to call twice."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            with _named(self.path):
+                try:
+                    self.sync()
+                finally:
+                    self._file.close()
 
     def __enter__(self) -> AppendLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give the errors of an open file, which name none, the file's name: a full disk should be told from another."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def lock(file: BinaryIO, path: Path) -> None:
