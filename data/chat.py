@@ -33,6 +33,8 @@ from headway.data.prompts import Message
 from headway.data.sources import RowError
 from headway.heads.common.errors import HeadwayError
 
+NO_TOOLS = "tools that the chat template does not show"
+"""A note."""
 # What a template's own code may raise, besides what it raises on purpose.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _SENTINELS = ("SENTINELQ", "SENTINELA", "SENTINELZ")
@@ -74,9 +76,17 @@ def prompt_ids(
 ) -> list[int]:
     """Return the ids the target reads before it answers `messages`, having been shown `tools`.
 
-    Raises RowError when the template refuses them (a system turn, say).
+    Raises RowError when the template refuses them (a system turn, say), or leaves out the calls of tools in them.
     """
-    return _ids(tokenizer, _render(tokenizer, messages, True, tools))
+    text = _render(tokenizer, messages, True, tools)
+    if any(call["function"]["name"] not in text for m in messages for call in m.get("tool_calls", ())):
+        raise RowError("the chat template does not write tool calls")
+    return _ids(tokenizer, text)
+
+
+def shows_tools(text: str, tools: Sequence[dict[str, Any]] | None) -> bool:
+    """Return whether a rendered prompt names all tools that it should show: a template may know nothing of tools."""
+    return all(str(tool.get("function", tool).get("name")) in text for tool in tools or ())
 
 
 class Chat:
@@ -121,6 +131,8 @@ class Chat:
                 spans = []
             row = prompt + answer
             spans = [*spans, (len(prompt), len(row))]
+        if spans and not shows_tools(str(self.tokenizer.decode(row)), tools):
+            self.notes[NO_TOOLS] += 1
         return [*done, Sample(row, spans)] if spans else done
 
     def answer(
