@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.data.dialogs import Dialog, read_dialogs, read_manifest
+from headway.data.dialogs import Dialog, check_vocabulary, read_dialogs, read_manifest
 from headway.data.jsonl import lock
 from headway.data.progress import Progress
 from headway.data.recorded import FOLDER, Recorded, begin_folder, check_content, check_shard, dialog_tensors, usual_taps
@@ -83,7 +83,7 @@ def capture(
     if "last" not in taps:
         raise HeadwayError(f"taps are {list(taps)}; the teacher reads 'last': add it")
     folder = Path(dialogs) / FOLDER if out is None else Path(out)
-    read_manifest(dialogs)
+    check_vocabulary(read_manifest(dialogs), target.info, dialogs)
     begin_folder(folder, dialogs, target, taps, store)
     with (folder / ".lock").open("ab") as held:
         lock(held, folder)
@@ -140,6 +140,11 @@ def make_plan(target: Target, dialogs: Path | str, folder: Path) -> Plan:
             dialog = Dialog(dialog.id, dialog.token_ids[: target.max_positions], dialog.spans, dialog.finish)
         if len(dialog.token_ids) < 2:
             continue
+        if max(dialog.token_ids) >= target.info.vocab_size:
+            raise HeadwayError(
+                f"dialog {dialog.id!r} of {dialogs} has token {max(dialog.token_ids)}, {target.info.name} has "
+                f"{target.info.vocab_size}; give the target that the dialogs are of"
+            )
         if recorded.holds(dialog.id, dialog.token_ids):
             num_recorded += 1
             continue

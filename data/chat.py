@@ -33,6 +33,10 @@ from headway.data.prompts import Message
 from headway.data.sources import RowError
 from headway.heads.common.errors import HeadwayError
 
+NO_TOOLS = "tools that the chat template does not show"
+"""A note."""
+# What a template's own code may raise, besides what it raises on purpose.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _SENTINELS = ("SENTINELQ", "SENTINELA", "SENTINELZ")
 _TAG = re.compile(r"<([A-Za-z_]+)>")
 
@@ -72,23 +76,35 @@ def prompt_ids(
 ) -> list[int]:
     """Return the ids the target reads before it answers `messages`, having been shown `tools`.
 
-    Raises RowError when the template refuses them (a system turn, say).
+    Raises RowError when the template refuses them (a system turn, say), or leaves out the calls of tools in them.
     """
-    return _ids(tokenizer, _render(tokenizer, messages, True, tools))
+    text = _render(tokenizer, messages, True, tools)
+    if any(call["function"]["name"] not in text for m in messages for call in m.get("tool_calls", ())):
+        raise RowError("the chat template does not write tool calls")
+    return _ids(tokenizer, text)
+
+
+def shows_tools(text: str, tools: Sequence[dict[str, Any]] | None) -> bool:
+    """Return whether a rendered prompt names all tools that it should show: a template may know nothing of tools."""
+    return all(str(tool.get("function", tool).get("name")) in text for tool in tools or ())
 
 
 class Chat:
     """A tokenizer's chat template, and what was learnt of it once.
 
-    `notes` counts what the template did to answers, for the user to see. Raises HeadwayError as `end_of_turn` does.
+    `notes` counts what the template did to answers, for the user to see. Raises HeadwayError as `end_of_turn` does, and
+    where the template takes no answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.end = end_of_turn(tokenizer)
         self.notes: Counter[str] = Counter()
         self._special = _special_ids(tokenizer)
-        self._lead, self._tail = _surroundings(tokenizer)
+        try:
+            self.end = end_of_turn(tokenizer)
+            self._lead, self._tail = _surroundings(tokenizer)
+        except RowError as error:
+            raise HeadwayError(f"{error}; give a working one with --chat-template FILE") from error
         marked = self._tail.lstrip()
         # Blanks that the template writes between the words and the end-of-turn token are emitted with it.
         written = marked.startswith(str(tokenizer.decode([self.end])))
@@ -115,7 +131,18 @@ class Chat:
                 spans = []
             row = prompt + answer
             spans = [*spans, (len(prompt), len(row))]
+        if spans and not shows_tools(str(self.tokenizer.decode(row)), tools):
+            self.notes[NO_TOOLS] += 1
         return [*done, Sample(row, spans)] if spans else done
+
+    def answer(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids before the last of the messages, an answer, and those that the target emits for it, its end included.
+
+        Raises RowError as `samples` does.
+        """
+        return self._turn(messages, tools, cut=False)
 
     def _turn(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, cut: bool
@@ -307,8 +334,9 @@ def _render(
         return str(
             tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation, **known)
         )
-    except (TemplateError, TypeError) as error:
-        raise RowError(f"the chat template refuses the conversation ({error})") from error
+    except _REFUSALS as error:
+        said = str(error) or type(error).__name__
+        raise RowError(f"the chat template refuses the conversation ({said[:200]})") from error
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

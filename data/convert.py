@@ -20,7 +20,6 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.manifest import digest
 from headway.data.prompts import Intake, Row
 from headway.data.sources import RowError
-from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import TargetInfo
 
 
@@ -49,10 +48,7 @@ class Converter:
         """Raise HeadwayError when the row needs a chat template, and there is none or one that takes no answers."""
         if row.messages and self._chat is None:
             use_template(self.tokenizer)
-            try:
-                self._chat = Chat(self.tokenizer)
-            except RowError as error:
-                raise HeadwayError(f"{error}; give a working one with --chat-template FILE") from error
+            self._chat = Chat(self.tokenizer)
 
     def __call__(self, row: Row) -> list[Made]:
         """Return what the row gives: a dialog, several where the template rewrites the history, or the reason for none.
@@ -115,7 +111,7 @@ def convert(
         "prompts": rows.identity() if isinstance(rows, Intake) else _identity(rows, source),
     }
     truncated = 0
-    with DialogWriter(out, identity, keep=False) as writer:
+    with DialogWriter(out, identity) as writer:
         for row in wanted:
             tokens = 0
             for made in make(row):

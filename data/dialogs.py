@@ -15,11 +15,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headway.data.jsonl import AppendLog, each_line
 from headway.data.manifest import FORMAT, read_json, require_same, write_json
 from headway.heads.common.errors import HeadwayError
+
+if TYPE_CHECKING:
+    from headway.heads.common.protocol import TargetInfo
 
 Finish = Literal["stop", "length", "given"]
 
@@ -87,13 +90,9 @@ class DialogWriter:
     Raises HeadwayError on opening when the folder was made from anything else, naming the difference.
     """
 
-    def __init__(
-        self, folder: Path | str, identity: dict[str, Any], facts: dict[str, Any] | None = None, *, keep: bool = True
-    ) -> None:
-        """`identity` must equal that of the folder to continue; `facts` are only recorded. Without `keep` no dialog stays
-        in memory, and `done` has None for each."""
+    def __init__(self, folder: Path | str, identity: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
+        """`identity` must equal that of the folder to continue; `facts` are only recorded."""
         self.folder = Path(folder)
-        self._keep = keep
         self._manifest = {"format": FORMAT, "kind": "dialogs", **identity, **(facts or {})}
         self.saved: dict[str, Any] = {}
         """The manifest as it was when the folder was opened; empty for a new one."""
@@ -107,23 +106,31 @@ class DialogWriter:
         """What the folder holds: dialogs, supervised tokens, dialogs by finish and by note, and dropped ids by reason."""
         if not (self.folder / "manifest.json").exists():
             self._write_manifest()  # before the logs, which it says what they are
-        self.done: dict[str, Dialog | None] = {}
-        """Every id that was dealt with: its dialog, or None where it was dropped."""
+        self.done: dict[str, int | None] = {}
+        """Every id that was dealt with: where its dialog is in the log, or None where it was dropped. The dialogs may be
+        more than the memory holds."""
         check = _Check(self.folder / "dialogs.jsonl")
-        self._log = AppendLog(check.path, each=lambda row: self._count(check(row)))
+        self._log = AppendLog(check.path, each=lambda row, at: self._count(check(row), at))
         self._dropped = AppendLog(self.folder / "dropped.jsonl")
         for left in self.folder.glob(".*.tmp"):  # by a process that was killed: the logs are locked by now
             left.unlink(missing_ok=True)
         for row in self._dropped.rows:
-            self.done.setdefault(str(row["id"]), None)
+            if not isinstance(row.get("id"), str) or not isinstance(row.get("reason"), str):
+                raise HeadwayError(f"{self._dropped.path} has a line without id or reason; delete it: {row}")
+            self.done.setdefault(row["id"], None)
             self.counts[f"dropped: {row['reason']}"] += 1
+        self._dropped.rows.clear()
         self._write_manifest()
 
     def add(self, dialog: Dialog) -> None:
         """Append a dialog; its id must be new."""
         assert dialog.id not in self.done, f"{dialog.id} is written already"
-        self._log.append(dialog.to_json())
-        self._count(dialog)
+        self._count(dialog, self._log.append(dialog.to_json()))
+
+    def dialog(self, dialog_id: str) -> Dialog | None:
+        """Return the dialog of an id, from the log; None where there is none."""
+        at = self.done.get(dialog_id)
+        return None if at is None else Dialog.from_json(self._log.read(at))
 
     def drop(self, row_id: str, reason: str) -> None:
         """Record that an id gives no dialog, and why."""
@@ -151,8 +158,8 @@ class DialogWriter:
         self._dropped.close()
         self._write_manifest()
 
-    def _count(self, dialog: Dialog) -> None:
-        self.done[dialog.id] = dialog if self._keep else None
+    def _count(self, dialog: Dialog, at: int) -> None:
+        self.done[dialog.id] = at
         self.counts["dialogs"] += 1
         self.counts["tokens"] += sum(end - start for start, end in dialog.spans)
         self.counts[dialog.finish] += 1
@@ -213,6 +220,16 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
             f"'dialogs' of format {FORMAT}"
         )
     return manifest
+
+
+def check_vocabulary(manifest: dict[str, Any], info: TargetInfo, folder: Path | str) -> None:
+    """Raise HeadwayError when the dialogs of `manifest` were written with another vocabulary than the target's."""
+    size, made_by = manifest.get("vocab_size"), manifest.get("target", "another target")
+    if size is not None and size != info.vocab_size:
+        raise HeadwayError(
+            f"dialogs {folder} were made by {made_by} with {size} token ids, target {info.name} has {info.vocab_size}; "
+            "distil with the target that the head is for"
+        )
 
 
 class _Check:

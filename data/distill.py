@@ -6,21 +6,22 @@ it (or, as asked, after those that the row holds), and only its answer is superv
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.chat import prompt_ids, use_template
+from headway.data.chat import NO_TOOLS, prompt_ids, shows_tools, use_template
 from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.manifest import digest, settings_json
 from headway.data.progress import Progress
 from headway.data.prompts import Message, Row
-from headway.data.recorded import FeatureWriter
+from headway.data.recorded import FeatureWriter, Recorded
 from headway.data.sources import RowError
 from headway.data.turns import History, TemperatureMix, Turn, all_turns, turns_json
 from headway.heads.common.errors import HeadwayError
@@ -79,7 +80,7 @@ def distill(
         script = Script(target.tokenizer, writer, history, target.eos_ids, target.max_positions)
         try:
             for number in range(max(map(len, turns), default=0)):
-                prompts: dict[str, list[int]] = {}
+                prompts: dict[str, Asked] = {}
                 due = (of_row[number] for of_row in turns if number < len(of_row))
                 requests = _until_spent(
                     _requests(script, due, settings, mix, prompts), writer, progress, max_tokens_total
@@ -98,7 +99,20 @@ def distill(
             raise
         settle(writer, turns)
         progress.close(summary(writer))
+    if record and show:
+        missing = writer.counts["dialogs"] - len(Recorded(out, target))
+        if missing > 0:  # a shard is written when it is full, and at the end; a kill loses what waits
+            print(f"headway: {missing} dialogs have no features; `headway capture {out}` makes them", file=sys.stderr)
     return Counter(writer.counts)
+
+
+class Asked(NamedTuple):
+    """What the target reads before one answer."""
+
+    messages: list[Message]
+    prompt: list[int]
+    notes: tuple[str, ...]
+    """For the dialog that comes of it."""
 
 
 class Script:
@@ -115,13 +129,13 @@ class Script:
         self.tokenizer, self.writer, self.history = tokenizer, writer, history
         self.end_ids, self.max_positions = end_ids, max_positions
 
-    def read(self, turn: Turn) -> tuple[list[Message], list[int]] | None:
-        """Return the messages and the prompt of a turn; None where there is nothing to ask.
+    def read(self, turn: Turn) -> Asked | None:
+        """Return what is asked for a turn; None where there is nothing to ask.
 
         That is where the turn was dealt with, cannot be asked (it is dropped then, counted), or waits for the one above.
         Raises HeadwayError where the folder's answer to it was to another prompt.
         """
-        done = self.writer.done.get(turn.id)
+        done = self.writer.dialog(turn.id)
         if done is None and turn.id in self.writer.done:
             return None
         if self.history == "own" and turn.before is not None and turn.before not in self.writer.done:
@@ -139,10 +153,11 @@ class Script:
         if len(ids) >= self.max_positions:
             self.writer.drop(turn.id, "prompt too long for the context")
             return None
-        return messages, ids
+        shown = shows_tools(str(self.tokenizer.decode(ids)) if turn.row.tools else "", turn.row.tools)
+        return Asked(messages, ids, () if shown else (NO_TOOLS,))
 
     def _own(self, dialog_id: str) -> Message:
-        dialog = self.writer.done.get(dialog_id)
+        dialog = self.writer.dialog(dialog_id)
         if dialog is None or dialog.finish != "stop":
             raise RowError("an earlier turn has no whole answer")
         if dialog.answer is not None:
@@ -161,14 +176,14 @@ class Script:
 
 
 def _requests(
-    script: Script, turns: Iterable[Turn], settings: Settings, mix: TemperatureMix | None, prompts: dict[str, list[int]]
+    script: Script, turns: Iterable[Turn], settings: Settings, mix: TemperatureMix | None, prompts: dict[str, Asked]
 ) -> Iterator[Request]:
-    """Yield a request for each turn that is to be asked; its prompt is put into `prompts`."""
+    """Yield a request for each turn that is to be asked; what is asked is put into `prompts`."""
     for turn in turns:
         read = script.read(turn)
         if read is not None:
-            prompts[turn.id] = read[1]
-            yield Request(read[1], settings_of(turn, settings, mix), id=turn.id, key=stable_key(turn.id))
+            prompts[turn.id] = read
+            yield Request(read.prompt, settings_of(turn, settings, mix), id=turn.id, key=stable_key(turn.id))
 
 
 def settings_of(turn: Turn, settings: Settings, mix: TemperatureMix | None) -> Settings:
@@ -186,15 +201,16 @@ def _until_spent(
         yield request
 
 
-def _keep(target: Target, writer: DialogWriter, result: Result, prompt: list[int]) -> Dialog | None:
+def _keep(target: Target, writer: DialogWriter, result: Result, asked: Asked) -> Dialog | None:
     """Write one answer as a dialog and return it, or drop it as empty."""
     assert target.tokenizer is not None
     whole = result.finish_reason in ("stop", "stop_string")
     if not str(target.tokenizer.decode(result.token_ids, skip_special_tokens=True)).strip():
         writer.drop(result.id, f"empty answer, {'stop' if whole else 'length'}")
         return None
-    ids = [*prompt, *result.token_ids]
-    dialog = Dialog(result.id, ids, [(len(prompt), len(ids))], "stop" if whole else "length")
+    ids = [*asked.prompt, *result.token_ids]
+    spans = [(len(asked.prompt), len(ids))]
+    dialog = Dialog(result.id, ids, spans, "stop" if whole else "length", notes=asked.notes)
     writer.add(dialog)
     return dialog
 

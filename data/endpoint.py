@@ -175,7 +175,7 @@ class Endpoint:
         self.check_status(response)
         try:
             answer = response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError("not JSON", self._said(response)) from error
         if not isinstance(answer, dict):
             raise RequestError("not JSON", "no object")

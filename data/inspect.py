@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.chat import use_template
 from headway.data.convert import Converter
 from headway.data.dialogs import Dialog, each_dialog, read_manifest
-from headway.data.jsonl import whole_lines
+from headway.data.jsonl import each_line
 from headway.data.prompts import Intake
 from headway.heads.common.errors import HeadwayError
 from headway.inference.target import load_info, load_tokenizer
@@ -79,7 +79,14 @@ def inspect(
     dialogs: Iterator[Dialog]
     if len(rows.sources) == 1 and (folder / "dialogs.jsonl").is_file():
         made_by = read_manifest(folder)
-        tokenizer = load_tokenizer(target or made_by["target"], revision=revision or made_by.get("revision"))
+        if any(rows.chosen.values()) or max_length is not None or chat_template is not None:
+            raise HeadwayError(
+                f"{folder} holds dialogs that are made already; --limit, --dedupe, --hold-out, --max-length and "
+                "--chat-template say how rows become dialogs: leave them out"
+            )
+        if target is None and not isinstance(made_by.get("target"), str):
+            raise HeadwayError(f"the manifest of {folder} names no target; say with --target for which model it is")
+        tokenizer = load_tokenizer(target or str(made_by["target"]), revision=revision or made_by.get("revision"))
         dialogs = folder_dialogs(folder, counts)
     elif target is None:
         raise HeadwayError(f"{', '.join(rows.sources)} holds no dialogs yet; say with --target for which model")
@@ -100,10 +107,11 @@ def inspect(
 def folder_dialogs(folder: Path | str, counts: Counts) -> Iterator[Dialog]:
     """Yield the dialogs of a folder, counting them; raises HeadwayError as `read_dialogs` does."""
     folder = Path(folder)
-    known = read_manifest(folder).get("counts") or {}
+    known = read_manifest(folder).get("counts")
+    known = known if isinstance(known, dict) else {}
     counts.truncated = known.get("truncated", 0)
     counts.notes.update({k.removeprefix("note: "): n for k, n in known.items() if k.startswith("note: ")})
-    whole_lines(folder / "dropped.jsonl", lambda row: counts.dropped.update([str(row["reason"])]))
+    counts.dropped.update(str(row.get("reason")) for row in each_line(folder / "dropped.jsonl"))
     for dialog in each_dialog(folder):
         counts.add(dialog)
         yield dialog

@@ -11,6 +11,7 @@ _CHUNK = 1 << 20
 _LARGEST = 64 << 20
 _AFTER = tuple(" \t\r\n,]")
 _BETWEEN = re.compile(r"[\s,]*")
+_BEYOND = "text after the end of the JSON array"
 _LOST = (
     "broken JSON, and the rows after it in the array cannot be told apart (as JSON lines only this one would be lost)"
 )
@@ -29,6 +30,8 @@ def array_items(text: TextIO) -> Iterator[tuple[Any, str]]:
     while True:
         at = _BETWEEN.match(held, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if held[at : at + 1] == "]":
+            if held[at + 1 :].strip() or any(chunk.strip() for chunk in iter(lambda: text.read(_CHUNK), "")):
+                yield None, _BEYOND
             return
         try:
             item, end = parse(held, at)

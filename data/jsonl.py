@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -13,12 +14,15 @@ from headway.heads.common.errors import HeadwayError
 
 
 class AppendLog:
-    """An open JSON-lines file; `rows` are the lines it held when opened, unless `each` took them one by one.
+    """An open JSON-lines file; `rows` are the lines it held when opened, unless `each` took them one by one, each with the
+    byte that it begins at.
 
     Every line reaches the system at once and the disk every `sync_every` lines and on close.
     """
 
-    def __init__(self, path: Path, sync_every: int = 16, each: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, sync_every: int = 16, each: Callable[[dict[str, Any], int], None] | None = None
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._sync_every = sync_every
@@ -28,18 +32,31 @@ class AppendLog:
         self.rows, whole = whole_lines(path, each)
         # Appending starts after the last whole line, over whatever a crash left behind it.
         self._file.truncate(whole)
+        self._end = whole
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one line."""
-        self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n")
-        self._file.flush()
+    def append(self, row: dict[str, Any]) -> int:
+        """Write one line, and return the byte that it begins at."""
+        line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+        at, self._end = self._end, self._end + len(line)
+        with _named(self.path):
+            self._file.write(line)
+            self._file.flush()
         self._unsynced += 1
         if self._unsynced >= self._sync_every:
             self.sync()
+        return at
+
+    def read(self, at: int) -> dict[str, Any]:
+        """Return the row that begins at a byte; not after `sort`."""
+        with self.path.open("rb") as file:
+            file.seek(at)
+            row: dict[str, Any] = json.loads(file.readline())
+        return row
 
     def sync(self) -> None:
         """Bring what was written to the disk."""
-        os.fsync(self._file.fileno())
+        with _named(self.path):
+            os.fsync(self._file.fileno())
         self._unsynced = 0
 
     def sort(self, key: Callable[[dict[str, Any]], Any]) -> None:
@@ -65,14 +82,27 @@ class AppendLog:
     def close(self) -> None:
         """Sync and close; safe to call twice."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            with _named(self.path):
+                try:
+                    self.sync()
+                finally:
+                    self._file.close()
 
     def __enter__(self) -> AppendLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Give the errors of an open file, which name none, the file's name: a full disk should be told from another."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def lock(file: BinaryIO, path: Path) -> None:
@@ -88,17 +118,22 @@ def lock(file: BinaryIO, path: Path) -> None:
         raise HeadwayError(f"{path} is being written by another process; wait for it, or write elsewhere") from None
 
 
-def whole_lines(path: Path, each: Callable[[dict[str, Any]], None] | None = None) -> tuple[list[dict[str, Any]], int]:
+def whole_lines(
+    path: Path, each: Callable[[dict[str, Any], int], None] | None = None
+) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a log and the bytes they fill; a torn last line is left out. A missing file is empty.
 
-    With `each`, which is called with every row, the rows returned are none, so that a log may be larger than the memory.
-    Raises HeadwayError for a broken line that is not the last.
+    With `each`, which is called with every row and the byte that it begins at, the rows returned are none, so that a log
+    may be larger than the memory. Raises HeadwayError for a broken line that is not the last.
     """
     rows: list[dict[str, Any]] = []
     whole = 0
     for row, end in _ended_lines(path):
+        if each is None:
+            rows.append(row)
+        else:
+            each(row, whole)
         whole = end
-        (rows.append if each is None else each)(row)
     return rows, whole
 
 
@@ -119,7 +154,7 @@ def _ended_lines(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
                 raise HeadwayError(f"{path} line {torn} is broken; delete that line, or make the file again")
             try:
                 row = json.loads(line.decode("utf-8")) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict):
                 end += len(line)

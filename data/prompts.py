@@ -94,6 +94,7 @@ class Intake:
         answers: bool = False,
         tools: bool | None = None,
         dedupe: bool = False,
+        keeps_answers: bool = False,
         held_out: float = 0.0,
         part: Part = "train",
     ) -> None:
@@ -101,7 +102,8 @@ class Intake:
 
         With `answers` a row must hold an answer to learn from and may be text or tokens; without, a row must hold a user
         turn. `tools` says whether rows with tools or tool turns are used, and is as `answers` where not given. With
-        `dedupe` a row that says what an earlier one said is skipped; without `answers`, one that asks what it asked. Of
+        `dedupe` a row that says what an earlier one said is skipped; without `answers`, one that asks what it asked, which
+        is the row but for its answers, or with `keeps_answers` but for its last. Of
         the rows whose id has its place in the first `held_out` of [0, 1), none is in the `part` train, only they are in
         held_out. Raises HeadwayError for a weight or share that is none.
         """
@@ -114,7 +116,7 @@ class Intake:
         self._split, self._limit, self._answers = split, limit, answers
         self._tools = answers if tools is None else tools
         self._held_out, self._part = held_out, part
-        self._dedupe = dedupe
+        self._dedupe, self._keeps_answers = dedupe, keeps_answers
         names = [Path(source).name.partition(".")[0] for source in self.sources]
         self._names = [n if names.count(n) == 1 else f"{n}{i + 1}" for i, n in enumerate(names)]
         self.report = IntakeReport("")
@@ -123,12 +125,16 @@ class Intake:
     def identity(self) -> dict[str, Any]:
         """Return what says which rows these are: sources, the hashes of local files, and how they are chosen."""
         files = [file for source in self.sources for file in files_of(source, self._split)]
-        chosen = {"split": self._split, "limit": self._limit, "dedupe": self._dedupe, "held_out": self._held_out}
         return {
             "source": ", ".join(self.sources),
             "sha256": digest([digest_file(file) for file in files]),
-            "chosen": {**chosen, "weights": self.weights},
+            "chosen": {"split": self._split, **self.chosen, "weights": self.weights},
         }
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Which rows are left out."""
+        return {"limit": self._limit, "dedupe": self._dedupe, "held_out": self._held_out}
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows, from the beginning at each call. Raises HeadwayError for a missing source, or when no row is
@@ -187,11 +193,12 @@ class Intake:
             repairs.append("id ends as that of a later turn, line number added")
         if self._part != "all" and (place(row_id) < self._held_out) != (self._part == "held_out"):
             raise RowError("held out" if self._part == "train" else "not held out")
-        if self._dedupe and not self._said.add(_said(row, self._answers)):
+        if self._dedupe and not self._said.add(_said(row, self._answers, self._keeps_answers)):
             raise RowError("duplicate")
         if not self._ids.add(row_id):
             row_id = f"{row_id}~{mixed}"
-            self._ids.add(row_id)
+            while not self._ids.add(row_id):  # a row before may have brought that very id
+                row_id += "~"
             repairs.append("id already taken, line number added")
         return row if row_id == row.id else _with_id(row, row_id)
 
@@ -212,6 +219,7 @@ def read_rows(
     answers: bool = False,
     tools: bool | None = None,
     dedupe: bool = False,
+    keeps_answers: bool = False,
     held_out: float = 0.0,
     part: Part = "train",
 ) -> tuple[list[Row], IntakeReport]:
@@ -220,7 +228,15 @@ def read_rows(
     Raises HeadwayError for a missing source, or when no row is usable.
     """
     intake = Intake(
-        source, split=split, limit=limit, answers=answers, tools=tools, dedupe=dedupe, held_out=held_out, part=part
+        source,
+        split=split,
+        limit=limit,
+        answers=answers,
+        tools=tools,
+        dedupe=dedupe,
+        keeps_answers=keeps_answers,
+        held_out=held_out,
+        part=part,
     )
     return list(intake), intake.report
 
@@ -251,11 +267,14 @@ def _with_id(row: Row, row_id: str) -> Row:
     return Row(row_id, row.messages, row.text, row.cut, row.tools, row.token_ids, row.spans)
 
 
-def _said(row: Row, answers: bool) -> str:
+def _said(row: Row, answers: bool, keeps_answers: bool) -> str:
     """Return what a row says, or only what it asks, with blanks made even: equal for duplicates."""
     if row.token_ids is not None:
         return json.dumps(row.token_ids)
     if row.text is not None:
         return " ".join(row.text.split())
-    turns = [m for m in row.messages if answers or m["role"] in ("system", "user")]
+    # Calls of tools are read before their results, and are not asked for again.
+    last = row.messages[-1:] if keeps_answers else row.messages
+    again = [] if answers else [id(m) for m in last if m["role"] == "assistant"]
+    turns = [m for m in row.messages if id(m) not in again or "tool_calls" in m]
     return json.dumps([row.tools, [{**m, "content": " ".join(m["content"].split())} for m in turns]], sort_keys=True)

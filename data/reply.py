@@ -3,7 +3,7 @@
     {"id", "model", "choices": [{"message": {...} or "text", "finish_reason", token ids}], token ids of the prompt}
 
 Where there are no ids, they are those of the text, or, for an answer with reasoning or calls of tools, of what the chat
-template writes for it after the prompt.
+template writes for it after the prompt (chat.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.chat import text_sample
+from headway.data.chat import Chat, text_sample
 from headway.data.distill import OTHER_PROMPT
 from headway.data.endpoint import JSON, RequestError
 from headway.data.prompts import Message
@@ -60,11 +59,11 @@ def read_reply(answer: JSON, model: str, vocab_size: int) -> Reply:
     finish = choice.get("finish_reason")
     if finish == "content_filter":
         raise RequestError("withheld by a filter", blame="request")
-    if finish not in _ENDED:
+    if not isinstance(finish, str) or finish not in _ENDED:
         raise RequestError("no whole answer", f"finish_reason {finish!r}")
     extension = _object(answer.get("sglext"))
     # vLLM; SGLang's chat; SGLang's extension, which lists the ids of each choice.
-    emitted = choice.get("token_ids") or choice.get("response_token_ids") or (extension.get("output_ids") or [None])[0]
+    emitted = choice.get("token_ids") or choice.get("response_token_ids") or _first(extension.get("output_ids"))
     prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids") or extension.get("input_ids")
     count = _object(answer.get("usage")).get("completion_tokens")
     return Reply(
@@ -78,6 +77,10 @@ def read_reply(answer: JSON, model: str, vocab_size: int) -> Reply:
 
 def _object(value: Any) -> JSON:
     return value if isinstance(value, dict) else {}
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else None
 
 
 def _message(choice: JSON) -> Message:
@@ -97,6 +100,10 @@ def _message(choice: JSON) -> Message:
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [_with_arguments(call, json.loads) for call in calls]
+    try:
+        json.dumps(message, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError):
+        raise RequestError("text that cannot be written", "a lone surrogate, or nested too deep") from None
     return message
 
 
@@ -110,24 +117,23 @@ def _checked(ids: Any, vocab_size: int) -> list[int] | None:
 
 def dialog_ids(
     reply: Reply,
-    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
     messages: Sequence[Message],
     tools: Sequence[JSON] | None,
     prompt: list[int],
-    end: int,
     ends: Collection[int],
 ) -> tuple[list[int], list[int], tuple[str, ...]]:
     """Return the ids of the prompt, of the answer, and notes on how they came about.
 
-    `prompt` is the prompt as rendered here, `end` the end-of-turn token, `ends` all ids that end an answer. Raises RequestError
-    where the ids do not spell the text, RowError where an answer without ids cannot be spelt in tokens.
+    `prompt` is the prompt as rendered here, `ends` are all ids that end an answer. Raises RequestError where the ids do not
+    spell the text, RowError where an answer without ids cannot be spelt in tokens.
     """
-    notes = []
+    notes, tokenizer = [], chat.tokenizer
     if reply.answer_ids is not None:
         answer = list(reply.answer_ids)
         _check_spells(answer, reply, tokenizer)
         if reply.finish == "stop" and answer[-1] not in ends:
-            answer.append(end)
+            answer.append(chat.end)
             notes.append(NO_END)
         if reply.prompt_ids is not None and reply.prompt_ids != prompt:
             prompt = reply.prompt_ids
@@ -135,10 +141,10 @@ def dialog_ids(
         return prompt, answer, tuple(notes)
     cut = reply.finish == "length"
     if reply.parsed:
-        answer = _rendered(tokenizer, messages, reply.message, tools, prompt, end, cut)
+        answer = _rendered(chat, messages, reply.message, tools, prompt, cut)
     else:
         answer = text_sample(tokenizer, reply.message["content"]).token_ids
-        answer = answer if cut or not answer or answer[-1] in ends else [*answer, end]
+        answer = answer if cut or not answer or answer[-1] in ends else [*answer, chat.end]
     # What ended the answer is in some servers' count and not in others'.
     emitted = {len(answer), len(answer) - (not cut)}
     changed = reply.num_tokens is not None and reply.num_tokens not in emitted
@@ -146,35 +152,27 @@ def dialog_ids(
 
 
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
     messages: Sequence[Message],
     answer: Message,
     tools: Sequence[JSON] | None,
     prompt: list[int],
-    end: int,
     cut: bool,
 ) -> list[int]:
-    """Return the ids that the template writes for `answer` after the prompt, up to the end-of-turn token `end`.
+    """Return the ids that the template writes for `answer` after the prompt, its end included.
 
     Raises RowError where it writes something else there or leaves a part out, and for an answer that was `cut` by a length
     limit, which ended inside its markup.
     """
     if cut:
         raise RowError("cut inside reasoning or a call of a tool, and no token ids were given")
-    known: JSON = {"tools": list(tools)} if tools else {}
-    try:
-        whole = str(tokenizer.apply_chat_template([*messages, answer], tokenize=False, **known))
-    except (TemplateError, TypeError) as error:
-        raise RowError(f"the chat template refuses the answer ({error})") from error
-    ids = text_sample(tokenizer, whole).token_ids
-    written = str(tokenizer.decode(ids[len(prompt) :]))
+    before, ids = chat.answer([*messages, answer], tools)
+    written = _bare(str(chat.tokenizer.decode(ids)))
     calls = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     parts = [answer.get("reasoning_content"), answer["content"], *calls]
-    if ids[: len(prompt)] != prompt or any(part and _bare(str(part)) not in _bare(written) for part in parts):
+    if before != prompt or any(part and _bare(str(part)) not in written for part in parts):
         raise RowError("the chat template does not write reasoning or calls as given, and no token ids were given")
-    ids = ids[len(prompt) :]
-    last = max((at for at, token in enumerate(ids) if token == end), default=None)
-    return [*ids, end] if last is None else ids[: last + 1]
+    return ids
 
 
 def wire(message: Message) -> Message:
@@ -192,7 +190,7 @@ def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> JSON:
         raise RequestError("no choices", "a call of a tool has no name")
     arguments = function.get("arguments") or ("{}" if convert is json.loads else {})
     if isinstance(arguments, str) == (convert is json.loads):
-        with suppress(ValueError):  # what the target wrote may be no JSON; it stays as it is
+        with suppress(ValueError, RecursionError):  # what the target wrote may be no JSON; it stays as it is
             arguments = convert(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.chat import end_of_turn, use_template
+from headway.data.chat import Chat, use_template
 from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.distill import (
+    Asked,
     Script,
     check_known,
     identity_json,
@@ -162,8 +163,8 @@ class _Asked:
     max_positions: int = 0
 
     def __post_init__(self) -> None:
-        self.end = end_of_turn(self.tokenizer)
-        self.ends = {*self.end_ids, self.end}
+        self.chat = Chat(self.tokenizer)
+        self.ends = {*self.end_ids, self.chat.end}
         self.max_positions = usable_positions(self.info.text_config)
 
     def body(self, turn: Turn, messages: list[Message], prompt: list[int]) -> tuple[str, JSON]:
@@ -278,7 +279,7 @@ class _Run:
         while turn is not None and not self._spent:
             read = self.script.read(turn)
             if read is not None:
-                return [Job(number, (turn, *read))]
+                return [Job(number, (turn, read))]
             turn = turn.after if self.asked.history == "own" else None
         return []
 
@@ -289,7 +290,8 @@ class _Run:
 
     async def ask(self, endpoint: Endpoint, job: Job) -> list[Job]:
         """Ask an endpoint for a turn and keep the answer; return the job of the next turn."""
-        turn, messages, prompt = job.what
+        turn, read = job.what
+        messages, prompt, _ = read
         asked = self.asked
         path, body = asked.body(turn, messages, prompt)
         if endpoint.plain:
@@ -309,23 +311,24 @@ class _Run:
         if not spoken:
             self.writer.drop(turn.id, f"empty answer, {'stop' if whole else 'length'}")
         else:
-            self._keep(endpoint, turn, messages, prompt, reply)
+            self._keep(endpoint, turn, read, reply)
         self.progress.add(items=1)
         following = turn.after if asked.history == "own" else None
         return self._job(job.number, following)
 
-    def _keep(self, endpoint: Endpoint, turn: Turn, messages: list[Message], prompt: list[int], reply: Any) -> None:
+    def _keep(self, endpoint: Endpoint, turn: Turn, of: Asked, reply: Any) -> None:
         asked = self.asked
         try:
-            read, emitted, notes = dialog_ids(
-                reply, asked.tokenizer, messages, turn.row.tools, prompt, asked.end, asked.ends
-            )
+            read, emitted, notes = dialog_ids(reply, asked.chat, of.messages, turn.row.tools, of.prompt, asked.ends)
         except RowError as error:
             self.writer.drop(turn.id, str(error))
             return
+        if not emitted:
+            self.writer.drop(turn.id, f"empty answer, {reply.finish}")  # of nothing that the tokenizer knows
+            return
         ids = [*read, *emitted]
         kept = reply.message if asked.servers.api == "chat" else None
-        self.writer.add(Dialog(turn.id, ids, [(len(read), len(ids))], reply.finish, kept, notes))
+        self.writer.add(Dialog(turn.id, ids, [(len(read), len(ids))], reply.finish, kept, (*of.notes, *notes)))
         endpoint.tokens += len(emitted)
         self.progress.add(tokens=len(emitted))
 
@@ -393,5 +396,5 @@ async def _models(endpoint: Endpoint) -> dict[str, Any] | str:
         return str(failure)
     except (asyncio.TimeoutError, httpx.HTTPError) as error:
         return f"{type(error).__name__} {error}".strip()
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its /models is no list of models"

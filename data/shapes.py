@@ -134,7 +134,8 @@ def _masks(raw: dict[str, Any]) -> list[list[Any]]:
 def _spanned(spans: list[Any] | None, size: int) -> list[bool]:
     flags, at = [False] * size, 0
     for span in spans or []:
-        if not isinstance(span, list) or len(span) != 2 or not at <= span[0] < span[1] <= size:
+        whole = isinstance(span, list) and len(span) == 2 and all(type(end) is int for end in span)
+        if not whole or not at <= span[0] < span[1] <= size:
             raise RowError("spans that do not lie in order within the tokens")
         start, at = span
         flags[start:at] = [True] * (at - start)
@@ -188,7 +189,8 @@ def _given(raw: dict[str, Any]) -> list[dict[str, Any]]:
             answer = next((raw[k] for k in answers if raw.get(k) is not None), None)
             said = [] if answer is None else [{"role": "assistant", "content": answer}]
             return [{"role": "user", "content": asked}, *said]
-    raise RowError(f"no conversation field (has {', '.join(sorted(map(str, raw))[:6]) or 'nothing'})")
+    known = [repr(str(name)[:40])[1:-1] for name in sorted(map(str, raw))[:6]]
+    raise RowError(f"no conversation field (has {', '.join(known) or 'nothing'})")
 
 
 def _message(given: dict[str, Any]) -> Message:
@@ -213,7 +215,7 @@ def _message(given: dict[str, Any]) -> Message:
     message["content"] = _content(content)
     for name in ("name", "tool_call_id"):
         if isinstance(given.get(name), str):
-            message[name] = given[name]
+            message[name] = encodable(given[name])
     return message
 
 
@@ -233,8 +235,10 @@ def _calls(given: Any) -> list[dict[str, Any]]:
             calls.append(
                 {**known, "type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
             )
+        spelled = json.dumps(calls, ensure_ascii=False)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise RowError("malformed tool call") from None
+    encodable(spelled)
     return calls
 
 
@@ -249,6 +253,10 @@ def _tools(raw: dict[str, Any]) -> list[dict[str, Any]] | None:
         isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in tools
     ):
         raise RowError("malformed tools")
+    try:
+        encodable(json.dumps(tools, ensure_ascii=False))
+    except (TypeError, RecursionError):
+        raise RowError("malformed tools") from None
     return tools or None
 
 

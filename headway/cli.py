@@ -661,7 +661,15 @@ def distill_command(
         "seconds": seconds,
     }
     inputs.check_folder(out)
-    rows, report = read_rows(prompts, split=split, limit=limit, tools=True, dedupe=dedupe, held_out=hold_out)
+    rows, report = read_rows(
+        prompts,
+        split=split,
+        limit=limit,
+        tools=True,
+        dedupe=dedupe,
+        keeps_answers=history == "given",
+        held_out=hold_out,
+    )
     print(report, file=sys.stderr)
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)

@@ -123,6 +123,8 @@ def estimate(
     `rows` of `mean_tokens` stand in for dialogs that are not there yet. Raises HeadwayError for a target whose config
     cannot be read, and where there are neither dialogs nor `rows`.
     """
+    if rows is None and mean_tokens is not None:
+        raise HeadwayError(f"--mean-tokens is {mean_tokens}, of how many rows? give --rows too")
     sizes = read_sizes(config.target, revision=config.revision)
     place = find_place(config, on)
     dtype = _dtype(config, place)

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 
-from headway.data.dialogs import read_dialogs, read_manifest
+from headway.data.dialogs import check_vocabulary, read_dialogs, read_manifest
 from headway.data.recorded import Recorded
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
@@ -103,7 +103,7 @@ def prepare(
         require_memory(config, dtype, where)
         target = Target.load(config.target, dtype=dtype, device=where, revision=config.revision)
     check_weights(saved, target, folder)
-    check_manifest(manifest, target, config)
+    check_vocabulary(manifest, target.info, config.dialogs)
     if target.max_positions < config.max_length:
         rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)
@@ -207,16 +207,6 @@ def same_dtype(config: TrainConfig, accelerator: Accelerator, saved: dict[str, A
         dtype = fast_dtype(str(accelerator.device), config.tokens_per_batch, training=True)
     [dtype] = broadcast_object_list([dtype])
     return str(dtype)
-
-
-def check_manifest(manifest: dict[str, Any], target: Target, config: TrainConfig) -> None:
-    """Raise HeadwayError when the dialogs were written with another vocabulary than the target's."""
-    size, made_by = manifest.get("vocab_size"), manifest.get("target", "another target")
-    if size is not None and size != target.info.vocab_size:
-        raise HeadwayError(
-            f"dialogs {config.dialogs} were made by {made_by} with {size} token ids, target {target.info.name} has "
-            f"{target.info.vocab_size}; distil with the target that the head is for"
-        )
 
 
 def check_weights(saved: dict[str, Any] | None, target: Target, folder: RunFolder) -> None:

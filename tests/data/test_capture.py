@@ -212,6 +212,18 @@ def test_other_taps_templates_targets_and_revisions_are_refused(target: Target, 
     Recorded(dialogs, target).require((0, "last"))
 
 
+def test_dialogs_of_another_vocabulary_are_refused(target: Target, dialogs: Path) -> None:
+    known = read_json(dialogs / "manifest.json")
+    write_json(dialogs / "manifest.json", known | {"vocab_size": 300})
+    with pytest.raises(HeadwayError, match="made by tiny with 300 token ids"):
+        capture(target, dialogs, TAPS, show=False)
+    write_json(dialogs / "manifest.json", known | {"vocab_size": None})
+    with (dialogs / "dialogs.jsonl").open("a") as file:
+        file.write('{"id": "far", "token_ids": [1, 264], "spans": [[1, 2]], "finish": "stop"}\n')
+    with pytest.raises(HeadwayError, match="'far'.* has token 264"):
+        capture(target, dialogs, TAPS, show=False)
+
+
 def test_what_was_recorded_while_distilling_is_not_captured(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,15 @@ def test_refusing_template_drops_the_row_with_its_words(tmp_path: Path) -> None:
     assert counts["dropped: the chat template refuses the conversation (no system)"] == 1
 
 
+@pytest.mark.parametrize("fault", ["1 // 0", "range(10 ** 9)", "'%d' % m.content", "m.content.index('?')", "'a' + 1"])
+def test_a_template_that_breaks_on_some_rows_drops_them(fault: str) -> None:
+    template = CHATML.replace(
+        "{{ '<|im_start|>'", "{% if m.content == 'bad' %}{{ " + fault + " }}{% endif %}{{ '<|im_start|>'"
+    )
+    with pytest.raises(RowError, match="the chat template refuses"):
+        prompt_ids(byte_tokenizer(template), [{"role": "user", "content": "bad"}])
+
+
 def test_a_template_that_refuses_any_answer_is_one_error(tmp_path: Path) -> None:
     template = "{% if messages[-1].role == 'assistant' %}{{ raise_exception('ask first') }}{% endif %}" + CHATML
     with pytest.raises(HeadwayError, match="ask first.*--chat-template FILE"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,48 @@ def test_each_id_once_over_restarts(tmp_path: Path) -> None:
             with pytest.raises(AssertionError):
                 writer.add(dialog(name))
     with DialogWriter(tmp_path, IDENTITY) as writer:
-        assert writer.done == {"a": dialog("a"), "b": dialog("b"), "c": dialog("c"), "d": None}
+        assert list(writer.done) == ["a", "b", "c", "d"]
+        assert [writer.dialog(name) for name in "abcde"] == [dialog("a"), dialog("b"), dialog("c"), None, None]
         assert writer.counts == {"dialogs": 3, "tokens": 9, "stop": 3, "dropped: empty answer": 1}
+
+
+def test_dialogs_do_not_stay_in_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    with DialogWriter(tmp_path, IDENTITY) as writer:
+        tracemalloc.start()
+        for i in range(200):
+            writer.add(Dialog(f"r{i}", list(range(1000, 3000)), [(0, 2000)], "stop"))
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert size < 200 * 2000  # bytes: less than one for each token
+
+
+def test_a_full_disk_is_named_and_loses_nothing(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    made(tmp_path, "a")
+    size, limits = (tmp_path / "dialogs.jsonl").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    long = Dialog("b", [7] * 9999, [(0, 9)], "stop")
+    try:
+        with pytest.raises(OSError) as caught, DialogWriter(tmp_path, IDENTITY) as writer:  # noqa: PT011, PT012
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, limits[1]))
+            writer.add(long)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert caught.value.filename == str(tmp_path / "dialogs.jsonl")
+    assert [d.id for d in read_dialogs(tmp_path)] == ["a"]
+    with DialogWriter(tmp_path, IDENTITY) as writer:
+        writer.add(long)
+    assert [d.id for d in read_dialogs(tmp_path)] == ["a", "b"]
+
+
+def test_a_line_of_what_was_dropped_that_makes_no_sense_is_named(tmp_path: Path) -> None:
+    made(tmp_path, "a")
+    (tmp_path / "dropped.jsonl").write_text('{"x": 1}\n')
+    with pytest.raises(HeadwayError, match="dropped.jsonl has a line without id or reason"):
+        DialogWriter(tmp_path, IDENTITY)
 
 
 CHANGES = [

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from byte_tokenizer import IM_END, THINK
+from byte_tokenizer import CHATML, IM_END, THINK, byte_tokenizer
 from fake_server import FakeServer
 from tiny_target import Script, tiny_target
 
 import headway.data.distill
 from headway.data.chat import prompt_ids
+from headway.data.convert import convert
 from headway.data.dialogs import read_dialogs, read_manifest
 from headway.data.distill import distill, stable_key
 from headway.data.prompts import Row
@@ -21,6 +22,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.inference.generate import Request, plain
 from headway.inference.sampling import Settings
 
+TALK = {"role": "assistant", "content": "yes"}
 SETTINGS = Settings(max_new_tokens=12, temperature=1.0, seed=3)
 
 
@@ -65,6 +67,33 @@ def test_finish_is_told_truly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     assert (counts["stop"], counts["length"], counts["dropped: empty answer, stop"]) == (2, 2, 1)
     assert read_manifest(tmp_path)["counts"] == dict(counts)
+
+
+def test_tools_that_the_template_does_not_show_are_noted_and_calls_are_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, Script(lambda request: ("yes", "stop")))
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "find"}}]}
+    asked = {"role": "user", "content": "find it"}
+    rows = [
+        Row("tools", [{"role": "user", "content": "a"}], tools=tools),
+        Row("calls", [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "b"}]),
+        Row("plain", [asked]),
+    ]
+    counts = distill(tiny_target(), rows, tmp_path, settings=SETTINGS, show=False)
+    assert counts["note: tools that the chat template does not show"] == 1
+    assert counts["dropped: the chat template does not write tool calls"] == 1
+    assert {d.id: len(d.notes) for d in read_dialogs(tmp_path)} == {"tools": 1, "plain": 0}
+    target = tiny_target()
+    target.tokenizer.chat_template = "{{ tools | tojson if tools }}" + CHATML  # type: ignore[union-attr]
+    counts = distill(target, rows[:1], tmp_path / "shown", settings=SETTINGS, show=False)
+    assert not any(k.startswith("note") for k in counts)
+    counts = convert(byte_tokenizer(), [Row("r", [asked, TALK], tools=tools)], tmp_path / "c", target=target.info)
+    assert not any(k.startswith("note") for k in counts)  # its words name the tool, which is all that can be told
+    said = [Row("r", [{"role": "user", "content": "a"}, TALK], tools=tools)]
+    counts = convert(byte_tokenizer(), said, tmp_path / "c2", target=target.info)
+    assert counts["note: tools that the chat template does not show"] == 1
 
 
 def test_prompt_longer_than_the_context_is_dropped(tmp_path: Path) -> None:

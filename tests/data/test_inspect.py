@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from headway.data.convert import convert
-from headway.data.dialogs import Dialog
+from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.inspect import inspect, marked
 from headway.data.prompts import Intake, Row
 from headway.heads.common.errors import HeadwayError
@@ -72,6 +72,16 @@ def test_a_folder_of_dialogs_is_shown_alike(place: Path, capsys: pytest.CaptureF
     assert "1. a: " not in out
     with pytest.raises(HeadwayError, match="no dialog has the id 'z'"):
         inspect(Intake(str(tmp_path / "d")), only="z")
+
+
+def test_a_folder_of_dialogs_takes_no_options_of_rows(tmp_path: Path) -> None:
+    with DialogWriter(tmp_path, {"vocab_size": 264}) as writer:
+        writer.add(Dialog("a", [65, 66], [(1, 2)], "given"))
+    for more, options in (({"limit": 1}, {}), ({"held_out": 0.5}, {}), ({}, {"max_length": 1})):
+        with pytest.raises(HeadwayError, match="made already; --limit"):
+            inspect(Intake(str(tmp_path), **more), **options)  # type: ignore[arg-type]
+    with pytest.raises(HeadwayError, match="names no target"):
+        inspect(Intake(str(tmp_path)))
 
 
 def test_rows_without_a_target_are_refused(place: Path) -> None:

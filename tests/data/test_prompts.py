@@ -38,6 +38,7 @@ BROKEN = [
     (gpt(("bing", "a"), ("gpt", "b")), "unknown role 'bing'"),
     (gpt((["human"], "a")), "unknown role ['human']"),  # type: ignore[arg-type]
     ({"text_a": "x"}, "no conversation field (has text_a)"),
+    ({"\ud800" + "k" * 99: "x"}, f"no conversation field (has \\ud800{'k' * 39})"),
     ([1, 2], "row is a JSON list, not an object"),
     ({"messages": "hello"}, "conversation is not a list of messages"),
     ({"messages": [{"role": "user", "content": 3}]}, "content is a JSON int"),
@@ -349,6 +350,7 @@ def test_json_array_is_read_element_by_element(tmp_path: Path, chunk: int, monke
         (b'[{"prompt": "a"}, {"prompt": }, {"prompt": "c"}]' + b" " * 99, 1),
         (b'[{"prompt": "a"}, {"prompt": "b"}', 2),
         (b'[{"prompt": "a"}, {"prompt": "\xff"}, {"prompt": "c"}]', 2),
+        (b'[{"prompt": "a"}]\n[{"prompt": "b"}]', 1),
     ],
 )
 def test_broken_json_array_is_said(tmp_path: Path, text: bytes, good: int) -> None:
@@ -356,7 +358,7 @@ def test_broken_json_array_is_said(tmp_path: Path, text: bytes, good: int) -> No
     rows, report = read_rows(str(tmp_path / "rows.json"))
     assert len(rows) == good
     assert sum(report.skipped.values()) == 1
-    assert list(report.skipped)[0].startswith(("broken JSON, and the rows after it", "not UTF-8"))
+    assert list(report.skipped)[0].startswith(("broken JSON, and the rows after it", "not UTF-8", "text after the end"))
 
 
 def test_zipped_lines(tmp_path: Path) -> None:
@@ -408,6 +410,44 @@ def test_duplicates_are_skipped_and_counted(tmp_path: Path) -> None:
         rows, report = read_rows(path, answers=answers, dedupe=True)
         assert [row.id for row in rows] == ids
         assert dict(report.skipped) == {"duplicate": 4 - len(ids)}
+
+
+def test_rows_that_differ_in_what_is_read_before_an_answer_are_no_duplicates(tmp_path: Path) -> None:
+    def row(first: str, result: str, last: str) -> dict[str, Any]:
+        call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+        turns = [("user", "q"), ("assistant", first), ("user", "r"), call, ("tool", result), ("assistant", last)]
+        return {"messages": [t if isinstance(t, dict) else {"role": t[0], "content": t[1]} for t in turns]}
+
+    path = write(tmp_path, [row("a", "1", "x"), row("a", "2", "x"), row("b", "1", "x"), row("a", "1", "y")])
+    for keeps_answers, ids in ((False, ["line1", "line2"]), (True, ["line1", "line2", "line3"])):
+        rows, _ = read_rows(path, tools=True, dedupe=True, keeps_answers=keeps_answers)
+        assert [row.id for row in rows] == ids
+
+
+def test_an_id_made_up_for_one_row_may_be_anothers_already(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"id": i, "prompt": "p"} for i in ("a", "a~line3", "a", "line5", None, "a~line3~")])
+    rows, report = read_rows(path)
+    assert len({row.id for row in rows}) == len(rows) == report.used == 6
+
+
+LONE = [
+    {"tools": [{"type": "function", "function": {"name": "f", "description": "\ud800"}}], "prompt": "p"},
+    {"messages": [{"role": "user", "content": "p"}, {"role": "tool", "name": "\ud800", "content": "r"}]},
+    gpt(("human", "p"), ("function_call", '{"name": "f", "arguments": {"a": "\\ud800"}}')),
+]
+
+
+@pytest.mark.parametrize("row", LONE)
+def test_a_lone_surrogate_is_found_in_tools_calls_and_names_too(tmp_path: Path, row: Any) -> None:
+    rows, report = read_rows(write(tmp_path, [{"prompt": "good"}, row]), tools=True)
+    assert len(rows) == 1
+    assert dict(report.skipped) == {"text holds a lone surrogate": 1}
+
+
+@pytest.mark.parametrize("spans", [[["a", 2]], [[0, 1.5]], [[0, None]], 5, [[True, 2]]])
+def test_spans_that_are_none_are_a_reason(tmp_path: Path, spans: Any) -> None:
+    rows, report = read_rows(write(tmp_path, [{"text": "t"}, {"input_ids": [1, 2, 3], "spans": spans}]), answers=True)
+    assert len(rows) == sum(report.skipped.values()) == 1
 
 
 def test_hashes_is_a_set() -> None:

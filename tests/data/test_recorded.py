@@ -104,6 +104,17 @@ def test_features_of_other_words_under_the_same_id_are_not_read(target: Target, 
         assert found is None or len(found) <= len(row.prompt)
 
 
+def test_dialogs_that_were_not_recorded_are_said(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distill(target, ask(2), tmp_path, settings=SETTINGS, show=False)
+    for count in (3, 3):  # what a killed run had not written yet is not recorded by the next
+        distill(target, ask(count), tmp_path, settings=SETTINGS, record=TAPS)
+        assert (
+            f"headway: 2 dialogs have no features; `headway capture {tmp_path}` makes them" in capsys.readouterr().err
+        )
+
+
 def test_a_target_in_plain_mode_cannot_record(tmp_path: Path) -> None:
     target = tiny_target()
     target.mode, target.mode_reason = "plain", "it ignores masks"

@@ -15,11 +15,11 @@ from fake_server import KINDS, Body, FakeServer
 from tiny_target import tiny_target
 
 from headway.cli import main
-from headway.data.chat import prompt_ids
+from headway.data.chat import Chat, prompt_ids
 from headway.data.dialogs import Dialog, read_dialogs, read_manifest
-from headway.data.endpoint import Breaker, Patience, clean_url
+from headway.data.endpoint import Breaker, Patience, RequestError, clean_url
 from headway.data.prompts import Row
-from headway.data.reply import CHANGED, NO_END, NO_IDS
+from headway.data.reply import CHANGED, NO_END, NO_IDS, dialog_ids, read_reply
 from headway.data.served import ServedReport, Servers, api_key, distill_served
 from headway.data.turns import TemperatureMix
 from headway.heads.common.errors import HeadwayError
@@ -166,6 +166,71 @@ def test_reasoning_that_cannot_be_spelt_is_dropped_and_counted(tmp_path: Path) -
         counts = run(fake, ask("a"), tmp_path).counts
     (dropped,) = (k for k in counts if k.startswith("dropped"))
     assert "does not write reasoning" in dropped
+
+
+LIES: list[tuple[str, Any]] = [
+    ("choices.0.finish_reason", ["stop"]),
+    ("choices.0.finish_reason", {"a": 1}),
+    ("choices.0.message.content", "\ud800"),
+    ("choices.0.message.reasoning_content", "so\udfff"),
+    ("choices.0.message.tool_calls", [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]),
+    ("choices.0.message.tool_calls", [{"function": {"name": "\ud800"}}]),
+    ("choices.0.message.tool_calls", [[]]),
+    ("choices.0.message", "hello"),
+    ("choices.0", None),
+    ("sglext", {"output_ids": 1.5}),
+    ("sglext", {"output_ids": {"a": 1}}),
+    ("sglext", {"output_ids": [5]}),
+    ("usage", [1]),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), LIES, ids=[f"{place} {value!r}"[:50] for place, value in LIES])
+def test_what_a_server_makes_up_is_an_error_of_its_own_or_harmless(place: str, value: Any) -> None:
+    answer: Any = {"choices": [{"finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}]}
+    *way, last = [int(part) if part.isdecimal() else part for part in place.split(".")]
+    at = answer
+    for part in way:
+        at = at[part]
+    at[last] = value
+    messages = [{"role": "user", "content": "a"}]
+    chat = Chat(byte_tokenizer(REASONS))
+    try:
+        reply = read_reply(answer, "tiny", 264)
+        _, ids, _ = dialog_ids(reply, chat, messages, None, prompt_ids(chat.tokenizer, messages), {IM_END})
+    except RequestError:
+        return
+    assert ids[-1] == IM_END
+
+
+def test_arguments_nested_without_end_stay_text() -> None:
+    deep = "[" * 100_000
+    message = {"content": "", "tool_calls": [{"function": {"name": "f", "arguments": deep}}]}
+    reply = read_reply({"choices": [{"finish_reason": "stop", "message": message}]}, "tiny", 264)
+    assert reply.message["tool_calls"][0]["function"]["arguments"] == deep
+
+
+def test_a_body_nested_without_end_is_no_json(tmp_path: Path) -> None:
+    with FakeServer() as fake:
+        send, bodies = fake.send, iter([b"[" * 100_000])
+
+        def lie(to: Any, status: int, what: Any, *more: Any) -> None:
+            send(to, status, next(bodies, what) if "choices" in what else what, *more)
+
+        fake.send = lie  # type: ignore[method-assign]
+        report = run(fake, ask("a"), tmp_path)
+    assert report.failures == {"not JSON": 1}
+    assert answers(tmp_path) == {"r0": "re: a<|im_end|>"}
+
+
+def test_a_template_that_takes_no_answers_is_one_error(tmp_path: Path) -> None:
+    template = "{{ raise_exception('no') if messages | length > 1 }}{{ messages[0].content }}"
+    with (
+        FakeServer() as fake,
+        pytest.raises(HeadwayError, match=r"refuses the conversation \(no\); give a working one"),
+    ):
+        run(fake, ask("a"), tmp_path / "out", template=template)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_end_that_the_server_cut_off_is_put_back(tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def test_the_command(
     for bad, named in (
         ([*given, "--on", "H1000"], "give one of A100"),
         ([*given, "--rows", "0"], "--rows is 0"),
+        ([*given[:2], "--mean-tokens", "50"], "give --rows too"),
         ([*given, "--rows", "some"], "--rows"),
         ([*given, "lr=fast"], "lr is 'fast'"),
         ([*given, "target=nowhere/at/all"], "no folder"),
