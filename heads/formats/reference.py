@@ -274,7 +274,7 @@ def _config_faults(layout: str, config: dict[str, Any], draft: Draft, info: Targ
         found.append(
             Finding(
                 "shape",
-                f"{draft.heads} heads of {draft.head_dim} over {draft.key_heads} keys: an engine needs a multiple, and an even size",
+                f"{draft.heads} heads of size {draft.head_dim} and {draft.key_heads} of keys: a multiple and an even size are needed",
             )
         )
     if draft.inputs[0] < 1 or draft.inputs[-1] > info.num_layers or len(draft.inputs) != draft.num_aux:
@@ -342,12 +342,8 @@ def _read_eagle3(
         embedding = None
     fits = draft.vocab == info.vocab_size and draft.target_hidden == info.hidden_size
     found += _vocabulary(given.get("d2t"), mask, draft) if fits else []
-    if (
-        not fits
-        or any(f.kind in ("missing", "shape", "vocabulary") for f in found)
-        or draft.inputs[0] < 1
-        or len(draft.inputs) != draft.num_aux
-    ):
+    broken = not fits or any(f.kind in ("missing", "shape", "vocabulary") for f in found)
+    if broken or draft.inputs[0] < 1 or len(draft.inputs) != draft.num_aux:
         return None, found
     if draft.inputs[-1] > info.num_layers:
         return None, found

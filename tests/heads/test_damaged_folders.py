@@ -25,7 +25,7 @@ from headway.heads.common import checkpoint
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head, find_family
-from headway.heads.formats import layout
+from headway.heads.formats import layout as layout_module
 from headway.heads.formats.layout import LAYOUTS, find_layout, layouts_of, read_folder
 from headway.inference.parity import write
 from tests import tiny
@@ -386,7 +386,7 @@ def killed_while(writing: Callable[[], Any], moment: str, monkeypatch) -> int:
             args[1].write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    where = {"save_file": layout, "_to_disk": checkpoint, "write_text": Path, "replace": Path}[moment]
+    where = {"save_file": layout_module, "_to_disk": checkpoint, "write_text": Path, "replace": Path}[moment]
     with warnings.catch_warnings(), monkeypatch.context() as m:
         warnings.simplefilter("ignore")  # of forks beside threads
         m.setattr(where, moment, die)
