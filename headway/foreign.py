@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.heads.common.checkpoint import WEIGHTS, head_folder, load_head, read_config, read_tensors, save_head
+from headway.heads.common.checkpoint import (
+    WEIGHTS,
+    fingerprint,
+    head_folder,
+    load_head,
+    plain_name,
+    read_config,
+    read_tensors,
+    save_head,
+)
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import LMHeads
 from headway.heads.common.protocol import Frozen, Head, TargetInfo, find_family
@@ -95,8 +104,29 @@ def export(
     foreign = to_layout(
         layout, saved, own if dtype is None else DTYPES[dtype], None if target is None else weights_of(target)
     )
+    weights_of_target = read_config(head_folder(source)).get("weights_of")
+    foreign.config[NOTE] |= {"model_type": saved.info.model_type, "weights_of": weights_of_target}
+    if target is not None and weights_of_target not in (None, fingerprint(target.frozen)):
+        foreign.said.append(f"the weights of {target.info.name} are not those that the head was trained on")
     write_folder(out, foreign)
     return foreign
+
+
+def _other_target(foreign: Foreign, target: Target) -> str | None:
+    """Return how the target differs from that of an export, None where it is it, or where the folder does not say."""
+    note, info = foreign.config.get(NOTE) or {}, target.info
+    if note.get("model_type") not in (None, info.model_type):
+        return (
+            f"exported for {note.get('target')}, a {note['model_type']} model; {info.name} is a {info.model_type} model"
+        )
+    known = note.get("weights_of")
+    if (
+        known is None
+        or plain_name(str(note.get("target"))) == plain_name(info.name)
+        or known == fingerprint(target.frozen)
+    ):
+        return None
+    return f"exported for {note.get('target')}; {info.name} has another name and other weights"
 
 
 def check_layout(source: str, layout: str) -> bool:
@@ -129,6 +159,8 @@ def imported(folder: Path, layout: str | None, target: Target) -> tuple[Head, st
     """
     foreign = read_folder(folder)
     layout, family = _layout(foreign, layout, folder)
+    if (other := _other_target(foreign, target)) is not None:
+        raise HeadwayError(f"{folder} was {other}; use it with the target it was trained for")
     saved = from_layout(layout, family, foreign, target.info, weights_of(target))
     _, head_class = find_family(saved.family)
     head = head_class(saved.config, target.frozen)
@@ -144,20 +176,20 @@ def import_head(folder: Path, layout: str | None, target: Target, out: Path) -> 
     return head, layout, said
 
 
-def _layout(foreign: Foreign, given: str | None, folder: Path) -> tuple[str, str]:
-    """Return layout and family. Raises HeadwayError where the layout is neither given nor clear."""
+def _layout(foreign: Foreign, given: str | None, folder: Path, option: str = "--from") -> tuple[str, str]:
+    """Return layout and family. Raises HeadwayError, naming the option, where the layout is neither given nor clear."""
     if given is not None:
         find_layout(given)
     found, family = recognise(foreign)
     layout = given or found
     if layout is None:
         raise HeadwayError(
-            f"{folder}: config.json numbers the tapped layers, and engines count them differently; give --from vllm where they "
-            "are layers whose inputs are meant, --from sglang for outputs"
+            f"{folder}: config.json numbers the tapped layers, and engines count them differently; give {option} vllm where they "
+            f"are layers whose inputs are meant, {option} sglang for outputs"
         )
     if family not in find_layout(layout).READ:
         held = [name for name in LAYOUTS if family in find_layout(name).READ]
-        there = f"; give --from {' or '.join(held)}" if held else ", nor does any other here"
+        there = f"; give {option} {' or '.join(held)}" if held else ", nor does any other here"
         raise HeadwayError(f"{folder} holds a head of the {family} family, which layout {layout} does not{there}")
     return layout, family
 
@@ -224,7 +256,7 @@ def check(
     there is nothing to read.
     """
     foreign = read_folder(folder)
-    layout, family = _layout(foreign, layout, folder)
+    layout, family = _layout(foreign, layout, folder, "--as")
     if head is not None and _family(head) != family:
         raise HeadwayError(
             f"{folder} holds a {family} head, --head is a {_family(head)} head; give the one it was made of"
@@ -234,6 +266,8 @@ def check(
     floats = {str(t.dtype).removeprefix("torch.") for t in foreign.tensors.values() if t.is_floating_point()}
     taps = None if reading is None else list(reading.taps)
     findings += _beside_note(foreign, taps)
+    if (other := _other_target(foreign, target)) is not None:
+        findings.append(Finding("target", other))
     if head is not None:
         head = _as_written(head, foreign)
         if taps is not None and set(taps) != set(head.config.taps):

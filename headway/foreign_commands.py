@@ -29,6 +29,8 @@ def export_head(
     inputs.quiet()
     if dtype is not None and dtype not in foreign.DTYPES:
         raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(foreign.DTYPES)}")
+    if target is not None and not target.strip():
+        raise HeadwayError("--target is empty; give the name or folder of the target, or leave it out")
     source, device = inputs.head_source(head), inputs.check_device(device)
     needed = foreign.check_layout(source, to)
     inputs.check_folder(out)

@@ -246,7 +246,7 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
                 f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} "
                 f"{have}; use it with {saved.name}, or train a head for {given.name}"
             )
-    same_name = _plain_name(saved.name) == _plain_name(given.name)
+    same_name = plain_name(saved.name) == plain_name(given.name)
     if not (same_name or other_target or weights_of == fingerprint(frozen)):
         raise HeadwayError(
             f"head {folder} was trained for {saved.name}, target {given.name} has another name and other weights; "
@@ -254,7 +254,7 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
         )
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the last part of a hub id or path, as a model is called in both."""
     return Path(name.rstrip("/")).name.lower().removesuffix(".gguf")
 

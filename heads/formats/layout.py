@@ -292,6 +292,8 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
 
     Raises HeadwayError where no family is recognised.
     """
+    if {"format", "family", "head"} <= set(foreign.config):
+        raise HeadwayError("the folder holds a head of headway itself; use it as it is, or export it first")
     config, names = foreign.config, [re.sub(r"^model\.", "", name) for name in foreign.tensors]
     note = config.get(NOTE)
     if isinstance(note, dict) and note.get("layout") in LAYOUTS and isinstance(note.get("family"), str):

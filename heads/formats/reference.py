@@ -30,7 +30,7 @@ class Finding:
     """Something about a folder that a user should know."""
 
     kind: str
-    """missing, extra, shape, not finite, vocabulary, config, changed (all of these faults), random-looking (may be right)."""
+    """missing, extra, shape, not finite, vocabulary, config, changed, target: faults; random-looking: may be right."""
     what: str
 
     @property
@@ -274,7 +274,7 @@ def _config_faults(layout: str, config: dict[str, Any], draft: Draft, info: Targ
         found.append(
             Finding(
                 "shape",
-                f"{draft.heads} heads of size {draft.head_dim} and {draft.key_heads} of keys: a multiple and an even size are needed",
+                f"{draft.heads} heads of size {draft.head_dim} and {draft.key_heads} of keys: give a multiple, and an even size",
             )
         )
     if draft.inputs[0] < 1 or draft.inputs[-1] > info.num_layers or len(draft.inputs) != draft.num_aux:

@@ -176,6 +176,34 @@ def test_a_folder_for_a_target_of_another_size(made, tmp_path):
             assert foreign.check(made / name, other, texts).faults, (size, name)
 
 
+def test_a_target_of_the_same_sizes_is_not_taken_for_the_one(target, texts, made):
+    """Another model type, and other weights under another name; the same weights under another name are the same."""
+    for changes, named in (
+        ({"model_type": "qwen2"}, "is a qwen2 model"),
+        ({"initializer_range": 0.3}, "other weights"),
+    ):
+        other = tiny.target(tiny.build(4, "sdpa", **changes), "other", mode="tree")
+        for name in ("eagle3", "medusa"):
+            with pytest.raises(HeadwayError, match=named):
+                foreign.imported(made / name, None, other)
+            assert any(named in fault for fault in foreign.check(made / name, other, texts).faults)
+    copy = tiny.target(target.model, "copy", mode="tree")
+    assert foreign.imported(made / "eagle3", None, copy)[0].config.taps
+    twin = tiny.target(tiny.build(4, "sdpa", initializer_range=0.3), "tiny", mode="tree")
+    written = foreign.export(str(made / "head-speculators"), "speculators", made / "twin", target=twin)
+    assert "not those that the head was trained on" in " ".join(written.said)
+
+
+def test_a_folder_is_told_for_what_it_is(target, texts, made):
+    for call in (lambda f: foreign.imported(f, None, target), lambda f: foreign.check(f, target, texts)):
+        with pytest.raises(HeadwayError, match="a head of headway itself"):
+            call(made / "head-eagle3")
+    with pytest.raises(HeadwayError, match="give --as vllm"):
+        foreign.check(made / "eagle3", target, texts, layout="tgi")
+    with pytest.raises(HeadwayError, match="give --from vllm"):
+        foreign.imported(made / "eagle3", "tgi", target)
+
+
 # Files
 
 
