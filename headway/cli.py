@@ -1083,7 +1083,7 @@ def import_command(
     revision: RevisionOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Make a head of one that another program trained or serves: EAGLE-3 and Medusa, in any layout."""
+    """Make a head of one that another program trained or serves: EAGLE, EAGLE-3 and Medusa, in any layout."""
     from headway.foreign_commands import import_head
 
     import_head(folder, target, out, layout, revision, device)

@@ -5,19 +5,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.heads.common.checkpoint import WEIGHTS, head_folder, load_head, read_config, read_tensors, save_head
+from headway.heads.common.checkpoint import (
+    WEIGHTS,
+    fingerprint,
+    head_folder,
+    load_head,
+    plain_name,
+    read_config,
+    read_tensors,
+    save_head,
+)
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Head, TargetInfo, find_family
+from headway.heads.common.lm_heads import LMHeads
+from headway.heads.common.protocol import Frozen, Head, TargetInfo, find_family
+from headway.heads.formats.damage import check_fit, check_tensors, check_words
 from headway.heads.formats.layout import (
     LAYOUTS,
     NOTE,
     Foreign,
     Saved,
+    TargetWeights,
     config_digest,
     digest,
     find_layout,
@@ -47,14 +60,35 @@ PROMPTS = (
 
 
 def read_saved(source: str) -> tuple[Saved, torch.dtype]:
-    """Return a head's config and tensors, without its target, and its dtype. Raises HeadwayError where it is not whole."""
+    """Return a head's config and tensors, without its target, and its dtype (that of all if they differ).
+
+    Raises HeadwayError where it is not whole.
+    """
     folder = head_folder(source)
     config = read_config(folder)
     config_class, _ = find_family(config["family"])
     tensors = read_tensors(folder / WEIGHTS)
-    dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    saved = Saved(config["family"], config_class.from_json(config["head"]), tensors, TargetInfo(**config["target"]))
-    return saved, dtype
+    info = TargetInfo(**{f.name: config["target"][f.name] for f in dataclasses.fields(TargetInfo)})
+    saved = Saved(config["family"], config_class.from_json(config["head"]), tensors, info)
+    check_tensors([(n, t) for n, t in tensors.items() if t.is_floating_point()], folder / WEIGHTS)
+    check_fit(tensors, _skeleton(saved), str(folder / WEIGHTS))
+    check_words(tensors, info.vocab_size, str(folder / WEIGHTS))
+    return saved, _widest(tensors)
+
+
+def _skeleton(saved: Saved) -> dict[str, torch.Tensor]:
+    """Return names, shapes and dtypes of a head's tensors, without memory for them."""
+    _, head_class = find_family(saved.family)
+    words = torch.empty(saved.info.vocab_size, saved.info.hidden_size, device="meta")
+    frozen = Frozen(saved.info, lambda ids: words[ids], lambda last, rows=None: last @ words.T, lambda: words)
+    with torch.device("meta"):
+        return head_class(saved.config, frozen).state_dict()
+
+
+def _widest(tensors: dict[str, torch.Tensor]) -> torch.dtype:
+    """Return the dtype that holds all floating tensors exactly."""
+    floats = [t.dtype for t in tensors.values() if t.is_floating_point()]
+    return reduce(torch.promote_types, floats) if floats else torch.float32
 
 
 def export(
@@ -70,8 +104,29 @@ def export(
     foreign = to_layout(
         layout, saved, own if dtype is None else DTYPES[dtype], None if target is None else weights_of(target)
     )
+    weights_of_target = read_config(head_folder(source)).get("weights_of")
+    foreign.config[NOTE] |= {"model_type": saved.info.model_type, "weights_of": weights_of_target}
+    if target is not None and weights_of_target not in (None, fingerprint(target.frozen)):
+        foreign.said.append(f"the weights of {target.info.name} are not those that the head was trained on")
     write_folder(out, foreign)
     return foreign
+
+
+def _other_target(foreign: Foreign, target: Target) -> str | None:
+    """Return how the target differs from that of an export, None where it is it, or where the folder does not say."""
+    note, info = foreign.config.get(NOTE) or {}, target.info
+    if note.get("model_type") not in (None, info.model_type):
+        return (
+            f"exported for {note.get('target')}, a {note['model_type']} model; {info.name} is a {info.model_type} model"
+        )
+    known = note.get("weights_of")
+    if (
+        known is None
+        or plain_name(str(note.get("target"))) == plain_name(info.name)
+        or known == fingerprint(target.frozen)
+    ):
+        return None
+    return f"exported for {note.get('target')}; {info.name} has another name and other weights"
 
 
 def check_layout(source: str, layout: str) -> bool:
@@ -104,14 +159,13 @@ def imported(folder: Path, layout: str | None, target: Target) -> tuple[Head, st
     """
     foreign = read_folder(folder)
     layout, family = _layout(foreign, layout, folder)
+    if (other := _other_target(foreign, target)) is not None:
+        raise HeadwayError(f"{folder} was {other}; use it with the target it was trained for")
     saved = from_layout(layout, family, foreign, target.info, weights_of(target))
     _, head_class = find_family(saved.family)
     head = head_class(saved.config, target.frozen)
-    floats = [t.dtype for t in saved.tensors.values() if t.is_floating_point()]
-    dtype = floats[0]
-    for other in floats:
-        dtype = torch.promote_types(dtype, other)
-    head.to(dtype).load_state_dict(saved.tensors, strict=True)
+    check_fit(saved.tensors, head.state_dict(), str(folder))
+    head.to(_widest(saved.tensors)).load_state_dict(saved.tensors, strict=True)
     return head.eval(), layout, foreign.said
 
 
@@ -122,20 +176,20 @@ def import_head(folder: Path, layout: str | None, target: Target, out: Path) -> 
     return head, layout, said
 
 
-def _layout(foreign: Foreign, given: str | None, folder: Path) -> tuple[str, str]:
-    """Return layout and family. Raises HeadwayError where the layout is neither given nor clear."""
+def _layout(foreign: Foreign, given: str | None, folder: Path, option: str = "--from") -> tuple[str, str]:
+    """Return layout and family. Raises HeadwayError, naming the option, where the layout is neither given nor clear."""
     if given is not None:
         find_layout(given)
     found, family = recognise(foreign)
     layout = given or found
     if layout is None:
         raise HeadwayError(
-            f"{folder}: config.json numbers the tapped layers, and engines count them differently; give --from vllm where they "
-            "are layers whose inputs are meant, --from sglang for outputs"
+            f"{folder}: config.json numbers the tapped layers, and engines count them differently; give {option} vllm where they "
+            f"are layers whose inputs are meant, {option} sglang for outputs"
         )
     if family not in find_layout(layout).READ:
         held = [name for name in LAYOUTS if family in find_layout(name).READ]
-        there = f"; give --from {' or '.join(held)}" if held else ", nor does any other here"
+        there = f"; give {option} {' or '.join(held)}" if held else ", nor does any other here"
         raise HeadwayError(f"{folder} holds a head of the {family} family, which layout {layout} does not{there}")
     return layout, family
 
@@ -202,15 +256,18 @@ def check(
     there is nothing to read.
     """
     foreign = read_folder(folder)
-    layout, family = _layout(foreign, layout, folder)
+    layout, family = _layout(foreign, layout, folder, "--as")
     if head is not None and _family(head) != family:
         raise HeadwayError(
             f"{folder} holds a {family} head, --head is a {_family(head)} head; give the one it was made of"
         )
-    reading, findings = read(layout, family, foreign.tensors, foreign.config, target.info, weights_of(target))
+    weights = weights_of(target)
+    reading, findings = read(layout, family, _unrounded(foreign, weights), foreign.config, target.info, weights)
     floats = {str(t.dtype).removeprefix("torch.") for t in foreign.tensors.values() if t.is_floating_point()}
     taps = None if reading is None else list(reading.taps)
     findings += _beside_note(foreign, taps)
+    if (other := _other_target(foreign, target)) is not None:
+        findings.append(Finding("target", other))
     if head is not None:
         head = _as_written(head, foreign)
         if taps is not None and set(taps) != set(head.config.taps):
@@ -243,12 +300,29 @@ def _beside_note(foreign: Foreign, taps: list[Any] | None) -> list[Finding]:
     return found
 
 
+def _unrounded(foreign: Foreign, weights: TargetWeights) -> dict[str, torch.Tensor]:
+    """Return the tensors with copies of the target's weights, rounded to the dtype of the files, as the target has them: the
+    rounding is no fault of the export."""
+    tensors = dict(foreign.tensors)
+    copies = {"embed_tokens.weight": weights.embedding, "model.embed_tokens.weight": weights.embedding}
+    if foreign.config.get("original_lm_head"):
+        copies["lm_heads.0.weight"] = weights.lm_head
+    for name, own in copies.items():
+        given = tensors.get(name)
+        if given is not None and given.is_floating_point() and torch.equal(given, own.cpu().to(given.dtype)):
+            tensors[name] = own.cpu()
+    return tensors
+
+
 def _as_written(head: Head, foreign: Foreign) -> Head:
-    """Return a float32 copy of the head with its weights rounded to the dtype of the files."""
+    """Return a float32 copy of the head with its weights rounded to the dtype of the files; LM heads of low rank are
+    multiplied out before, as they are in the files."""
     dtype = next((t.dtype for t in foreign.tensors.values() if t.is_floating_point()), torch.float32)
     _, head_class = find_family(_family(head))
     fresh = head_class(head.config, head.frozen)
     fresh.load_state_dict(head.state_dict())
+    if isinstance(getattr(fresh, "lm_heads", None), LMHeads):
+        fresh.lm_heads.multiply_out()  # type: ignore[union-attr, operator]
     return fresh.to(head.frozen.lm_head_weight().device, dtype).float().eval()
 
 

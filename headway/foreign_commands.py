@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from headway import foreign, inputs
-from headway.heads.common.checkpoint import CONFIG, WEIGHTS, read_config
+from headway.heads.common.checkpoint import CONFIG, check_head_folder, read_config
 from headway.heads.common.errors import HeadwayError
 from headway.heads.formats.layout import find_layout
 from headway.inference.target import Target, load_info
@@ -29,6 +29,8 @@ def export_head(
     inputs.quiet()
     if dtype is not None and dtype not in foreign.DTYPES:
         raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(foreign.DTYPES)}")
+    if target is not None and not target.strip():
+        raise HeadwayError("--target is empty; give the name or folder of the target, or leave it out")
     source, device = inputs.head_source(head), inputs.check_device(device)
     needed = foreign.check_layout(source, to)
     inputs.check_folder(out)
@@ -54,10 +56,11 @@ def import_head(folder: Path, target: str, out: Path, layout: str | None, revisi
         find_layout(layout)
     if not folder.is_dir():
         raise HeadwayError(f"no folder {str(folder)!r}; give a folder of config.json and weights")
-    if out.is_dir() and any(out.iterdir()) and not (out / WEIGHTS).is_file():
-        raise HeadwayError(f"{out} is not empty and holds no head; give a new folder")
-    if out.absolute() == folder.absolute():
+    if out.resolve() == folder.resolve():
         raise HeadwayError(f"{out} is the folder that is read; give another for the head")
+    check_head_folder(out)
+    if (out / CONFIG).is_file() and "imported_from" not in (read_config(out).get("data") or {}):
+        raise HeadwayError(f"{out} holds a head that was trained, which would be lost; give a new folder")
     inputs.check_folder(out)
     loaded = Target.load(target, device=inputs.check_device(device), revision=revision)
     head, found, said = foreign.import_head(folder, layout, loaded, out)

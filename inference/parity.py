@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Frontier, Head, Tap
 from headway.heads.formats.layout import TargetWeights
 from headway.heads.formats.reference import Reading
@@ -144,6 +145,12 @@ def compare(
     if head is not None and (reading.depth, head.max_depth) != (None, None) and reading.depth != head.max_depth:
         return Parity(0, faults=[f"the engine drafts {reading.depth} tokens at most, the head {head.max_depth}"])
     depth = min(depth, reading.depth or depth)
+    every = max(depth, reading.depth or depth)  # of Medusa, the heads beyond the chain's depth too
+    if all(len(tokens) <= prompt + every for tokens, prompt in texts):
+        raise HeadwayError(
+            f"the target wrote no more than {max((len(t) - p for t, p in texts), default=0)} tokens after a prompt, the comparison "
+            f"needs {every + 1}; give other prompts, or more --max-new-tokens"
+        )
     others = reading.others(target.info.num_layers) if head is None else []
     tapped = [reading.taps, *(other.taps for _, other in others), () if head is None else head.config.taps]
     taps = dict.fromkeys(tap for some in tapped for tap in some)
@@ -175,7 +182,6 @@ def compare(
 
     own = [accepted_per_round(answer, ours(answer), depth) for answer in told]
     parity.accepted_head = _mean(own)
-    every = max(depth, reading.depth or depth)  # of Medusa, the heads beyond the chain's depth too
     long = [a for a in told if len(a.token_T) > a.prompt + every]
     parity.difference = max((_difference(a, engine(a, reading), ours(a), every) for a in long), default=1.0)
     if parity.difference > TOLERANCE:

@@ -50,8 +50,7 @@ def save_head(
     something else.
     """
     folder = Path(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / WEIGHTS).is_file():
-        raise HeadwayError(f"{folder} is not empty and holds no head; give a new folder")
+    check_head_folder(folder)
     tensors = _whole(head.state_dict() if state_dict is None else state_dict, set(head.state_dict()))
     config = {
         "format": FORMAT,
@@ -68,6 +67,20 @@ def save_head(
         (aside / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (aside / CARD).write_text(model_card(config), encoding="utf-8")
     return folder
+
+
+def check_head_folder(folder: Path) -> None:
+    """Raise HeadwayError where writing a head to `folder` would cost a file or what is no head of headway."""
+    if folder.exists() and not folder.is_dir():
+        raise HeadwayError(f"{folder} is a file; give the name of a folder to write")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    try:
+        read_config(folder)
+    except HeadwayError as e:
+        if (folder / WEIGHTS).is_file() and "has format" in str(e):
+            raise
+        raise HeadwayError(f"{folder} is not empty and holds no head of headway; give a new folder") from None
 
 
 def load_head(
@@ -142,7 +155,9 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
     """Give an empty folder beside `folder`; on leaving without error it takes that name and what had it is removed."""
-    folder = folder.absolute()
+    folder = (
+        folder.resolve() if folder.is_symlink() else folder.absolute()
+    )  # what a link leads to is written, not the link
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     before = folder.with_name(f".{folder.name}.{os.getpid()}.old")
@@ -231,7 +246,7 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
                 f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} "
                 f"{have}; use it with {saved.name}, or train a head for {given.name}"
             )
-    same_name = _plain_name(saved.name) == _plain_name(given.name)
+    same_name = plain_name(saved.name) == plain_name(given.name)
     if not (same_name or other_target or weights_of == fingerprint(frozen)):
         raise HeadwayError(
             f"head {folder} was trained for {saved.name}, target {given.name} has another name and other weights; "
@@ -239,7 +254,7 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
         )
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the last part of a hub id or path, as a model is called in both."""
     return Path(name.rstrip("/")).name.lower().removesuffix(".gguf")
 

@@ -52,6 +52,16 @@ class LMHeads(nn.ModuleList):
         self.rank = rank
         self.factor = lm_head_factor(frozen, "head.lm_head is shared", "use draft or own") if kind == "shared" else 1.0
 
+    @torch.no_grad()
+    def multiply_out(self) -> None:
+        """Put the product in place of the factors of LM heads of low rank, computed in float32."""
+        for k, factors in enumerate(self):
+            if isinstance(factors, nn.Sequential):
+                narrow_rD, wide_Vr = factors.state_dict().values()
+                full = nn.Linear(narrow_rD.shape[1], wide_Vr.shape[0], bias=False, device="meta")
+                full.weight = nn.Parameter((wide_Vr.float() @ narrow_rD.float()).to(wide_Vr.dtype))
+                self[k] = full
+
     def logits(self, step: int, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of a step from what its LM head reads [..., D]."""
         if not len(self):

@@ -155,9 +155,12 @@ def read(foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], info: 
 
     Raises HeadwayError, naming it, for a part that Headway's EAGLE-3 does not have.
     """
+    config = {key: value for key, value in config.items() if value is not None}
     tensors = _plain(foreign, config, w)
     if config.get("norm_before_fc") or (config.get("eagle_config") or {}).get("norm_before_fc"):
         raise HeadwayError("the head has norm_before_fc, which headway's eagle3 has not; it cannot be imported")
+    if "fc.weight" not in tensors:
+        raise HeadwayError("the head lacks tensor 'fc.weight'; it cannot be imported")
     if "lm_head.weight" not in tensors and "d2t" not in tensors:
         foreign.said.append("the files hold no LM head: the target's was copied")
         tensors["lm_head.weight"] = w.lm_head.cpu().to(tensors["fc.weight"].dtype)
@@ -171,6 +174,8 @@ def read(foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], info: 
     sizes = _sizes("eagle3", tensors, config, len(taps), info)
     words = tensors["lm_head.weight"].shape[0]
     _agree(config, "draft_vocab_size", words)
+    _agree(config, "num_aux_hidden_states", len(taps))
+    _agree(config, "target_hidden_size", info.hidden_size)
     if "d2t" not in tensors and words != info.vocab_size:
         raise HeadwayError(
             f"the LM head has {words} words and no d2t maps them to the target's {info.vocab_size}; the files lack d2t"
@@ -187,7 +192,9 @@ def read(foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], info: 
 
 def _t2d(tensors: dict[str, Tensor], info: TargetInfo) -> Tensor:
     """Return the mask that d2t implies. Raises HeadwayError where d2t is not offsets of distinct words."""
-    ids = from_d2t(tensors["d2t"].to(torch.int64))
+    d2t = tensors["d2t"]
+    whole = d2t.ndim == 1 and len(d2t) and not d2t.is_floating_point()
+    ids = from_d2t(d2t.to(torch.int64)) if whole else torch.full((1,), -1)
     if ids.min() < 0 or ids.max() >= info.vocab_size or (ids.diff() <= 0).any():
         raise HeadwayError(
             f"d2t does not hold offsets of ascending target ids below {info.vocab_size} (target id = draft id + d2t); "
@@ -232,7 +239,7 @@ def write_eagle(saved: Saved, layout: str, bias: str) -> tuple[dict[str, Tensor]
 
 def read_eagle(foreign: Foreign, info: TargetInfo, w: TargetWeights) -> Saved:
     """Return the EAGLE head of a folder. Raises HeadwayError, naming it, for a part that Headway's has not."""
-    config = foreign.config
+    config = {key: value for key, value in foreign.config.items() if value is not None}
     tensors = _plain(foreign, config, w)
     words = tensors.pop("lm_head.weight", None)
     if words is not None and not torch.equal(words, w.lm_head.cpu().to(words.dtype)):
@@ -288,6 +295,14 @@ def _sizes(
     family: str, tensors: dict[str, Tensor], given: dict[str, Any], inputs: int, info: TargetInfo
 ) -> dict[str, Any]:
     """Return a draft layer's geometry, counted from the tensors and checked against the config. fc reads `inputs` vectors."""
+    for name in ("fc.weight", "layers.0.mlp.gate_proj.weight", *(f"layers.0.self_attn.{p}_proj.weight" for p in "qk")):
+        if tensors[name].ndim != 2:
+            raise HeadwayError(f"{name} is {list(tensors[name].shape)}, no matrix; the files are damaged")
+    if given.get("vocab_size") not in (None, info.vocab_size):
+        raise HeadwayError(
+            f"config.json has vocab_size {given['vocab_size']}, {info.name} has {info.vocab_size}; use it with the target it was "
+            "trained for"
+        )
     D, width = tensors["fc.weight"].shape
     query, key = (tensors[f"layers.0.self_attn.{p}_proj.weight"].shape[0] for p in "qk")
     heads = int(given.get("num_attention_heads") or 0)
@@ -310,7 +325,7 @@ def _sizes(
         "num_key_value_heads": key // head_dim,
         "head_dim": head_dim,
         "intermediate_size": inner,
-        "rms_norm_eps": given.get("rms_norm_eps") or 1e-6,
+        "rms_norm_eps": float(given.get("rms_norm_eps") or 1e-6),
         "rope": rope_parameters(given),
         "max_position_embeddings": given.get("max_position_embeddings") or 2048,
     }

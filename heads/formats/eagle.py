@@ -61,7 +61,9 @@ def read_eagle3(foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> S
 
 def serve(family: str, folder: str, target: str, tokens: int) -> str:
     """Return the command of the repository."""
-    return f"python -m eagle.application.webui --ea-model-path {shlex.quote(folder)} --base-model-path {shlex.quote(target)}"
+    older = "" if family == "eagle3" else " --no-eagle3"  # it takes a head for EAGLE-3 unless told
+    paths = f"--ea-model-path {shlex.quote(folder)} --base-model-path {shlex.quote(target)}"
+    return f"python -m eagle.application.webui {paths}{older}"
 
 
 def needs_target(saved: Saved) -> bool:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -30,10 +31,11 @@ from torch import Tensor
 from headway.heads.common.checkpoint import CONFIG, WEIGHTS, written_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import HeadConfig, TargetInfo
+from headway.heads.formats.damage import NOTE, TAP_IDS, check_config, check_tensors
 
 LAYOUTS = ("vllm", "sglang", "speculators", "eagle", "medusa", "tgi")
-NOTE = "headway"
-"""Key of config.json under which an export says what it is; engines pass over it."""
+OURS = (CONFIG, WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Files of an export: what is written, and what a printed command makes of it."""
 
 
 @dataclass
@@ -162,12 +164,17 @@ def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def write_folder(folder: Path, foreign: Foreign) -> None:
     """Write config.json and the tensors, aside and then renamed; an earlier export there is replaced.
 
-    Raises HeadwayError for a folder that holds something else.
+    Raises HeadwayError for a file, and for a folder that holds something else.
     """
+    if folder.exists() and not folder.is_dir():
+        raise HeadwayError(f"{folder} is a file; give the name of a folder to write")
     if folder.is_dir() and any(folder.iterdir()) and NOTE not in _read_config(folder, needed=False):
         raise HeadwayError(f"{folder} is not empty and holds no export of headway; give a new folder")
     if (folder / CONFIG).is_file() and "format" in _read_config(folder):
         raise HeadwayError(f"{folder} is a head of headway itself; export it to another folder")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in OURS) if folder.is_dir() else []
+    if others:
+        raise HeadwayError(f"{folder} holds {others[0]!r} beside an export, which would be lost; give a new folder")
     with written_aside(folder) as aside:
         save_file(foreign.tensors, aside / foreign.weights, metadata={"format": "pt"})
         text = json.dumps(foreign.config, indent=2, ensure_ascii=False) + "\n"
@@ -184,10 +191,13 @@ def read_folder(folder: Path) -> Foreign:
         raise HeadwayError(f"no folder {str(folder)!r}; give a folder of config.json and weights")
     config = _read_config(folder)
     paths = _weight_files(folder)
-    wanted = _only_heads(path_names(path) for path in paths) if len(paths) == 1 else _only_heads(map(path_names, paths))
+    inside = any(MEDUSA_IN_A_MODEL.search(name) for path in paths for name in path_names(path))
+    check_config(config, folder / CONFIG, alone=not inside)
     tensors: dict[str, Tensor] = {}
     for path in paths:
-        for name, tensor in _read_file(path, wanted).items():
+        held = _read_file(path, lambda name: not inside or bool(MEDUSA_IN_A_MODEL.search(name)))
+        check_tensors(held.items(), path)
+        for name, tensor in held.items():
             if name in tensors:
                 raise HeadwayError(f"{folder}: tensor {name!r} is in two files; leave one of them")
             tensors[name] = tensor
@@ -204,8 +214,12 @@ def _read_config(folder: Path, needed: bool = True) -> dict[str, Any]:
         if not needed:
             return {}
         raise HeadwayError(f"{path} does not exist; a foreign head is a folder of config.json and weights") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise HeadwayError(f"{path} is no JSON ({e}); download or convert it again") from None
+    except OSError as e:
+        raise HeadwayError(
+            f"cannot read {path}: {e.strerror}; a foreign head is a folder of config.json and weights"
+        ) from None
     if not isinstance(config, dict):
         raise HeadwayError(f"{path} is no JSON object; download or convert it again")
     return config
@@ -214,39 +228,45 @@ def _read_config(folder: Path, needed: bool = True) -> dict[str, Any]:
 def _weight_files(folder: Path) -> list[Path]:
     """Return the files of the tensors: safetensors where there are any, else .bin, else .pt."""
     for pattern in ("*.safetensors", "*.bin", "*.pt"):
-        paths = sorted(folder.glob(pattern))
+        # Not what other programs leave beside weights: hidden files, arguments and states of a trainer.
+        paths = [path for path in sorted(folder.glob(pattern)) if path.name[0] != "." and path.name not in NO_WEIGHTS]
         heads = [path for path in paths if path.name.startswith("medusa_lm_head")]
         if paths:
-            return heads or [path for path in paths if path.name != "training_args.bin"]
+            return heads or paths
     raise HeadwayError(f"{folder} has no .safetensors, .bin or .pt file; download or convert it again")
 
 
+NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt")
 MEDUSA_IN_A_MODEL = re.compile(r"(^|\.)medusa_heads?\.")
-
-
-def _only_heads(names: Iterable[list[str]]) -> Callable[[str], bool]:
-    """Return which tensors to read: of a model with Medusa heads in it, the heads; else all."""
-    found = [name for some in names for name in some]
-    inside = any(MEDUSA_IN_A_MODEL.search(name) for name in found)
-    return lambda name: not inside or bool(MEDUSA_IN_A_MODEL.search(name))
 
 
 def path_names(path: Path) -> list[str]:
     """Return the names of the tensors in a file. Raises HeadwayError where it is damaged."""
     if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        except SafetensorError as e:
-            raise HeadwayError(
-                f"{path} is damaged or truncated ({str(e).splitlines()[0]}); download it again"
-            ) from None
+        with _opened(path) as file:
+            return list(file.keys())
     return list(_unpickle(path))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Give an open safetensors file. Raises HeadwayError where it is damaged, of an unknown dtype or cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except HeadwayError:
+        raise
+    except (SafetensorError, OSError, RuntimeError, AttributeError, UnicodeError) as e:
+        raise HeadwayError(f"{path} is damaged, truncated or cannot be read ({_first(e)}); download it again") from None
+
+
+def _first(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _read_file(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             return {name: file.get_tensor(name) for name in file.keys() if wanted(name)}  # noqa: SIM118 - not a dict
     return {name: tensor for name, tensor in _unpickle(path).items() if wanted(name)}
 
@@ -257,14 +277,14 @@ def _unpickle(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # noqa: BLE001 - torch raises pickle, zip, key and runtime errors for damaged files
         raise HeadwayError(
-            f"{path} holds more than tensors, or is damaged ({str(e).splitlines()[0]}); it is not read, since it could run code: "
+            f"{path} holds more than tensors, or is damaged ({_first(e)}); it is not read, since it could run code: "
             "ask its author for safetensors"
         ) from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise HeadwayError(f"{path} is no dictionary of tensors; give the weights file alone")
-    return {str(name): tensor for name, tensor in state.items()}
+    return {str(name): tensor.detach() for name, tensor in state.items()}
 
 
 def recognise(foreign: Foreign) -> tuple[str | None, str]:
@@ -272,6 +292,8 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
 
     Raises HeadwayError where no family is recognised.
     """
+    if {"format", "family", "head"} <= set(foreign.config):
+        raise HeadwayError("the folder holds a head of headway itself; use it as it is, or export it first")
     config, names = foreign.config, [re.sub(r"^model\.", "", name) for name in foreign.tensors]
     note = config.get(NOTE)
     if isinstance(note, dict) and note.get("layout") in LAYOUTS and isinstance(note.get("family"), str):
@@ -291,6 +313,3 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
         f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3 and Medusa "
         f"in the layouts {', '.join(LAYOUTS)}"
     )
-
-
-TAP_IDS = "eagle_aux_hidden_state_layer_ids"

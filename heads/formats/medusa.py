@@ -59,7 +59,8 @@ def read_medusa(foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> S
 
 def serve(family: str, folder: str, target: str, tokens: int) -> str:
     """Return the commands of the repository."""
-    convert = f"import torch, safetensors.torch as s; torch.save(s.load_file('{folder}/{FILE}'), '{folder}/medusa_lm_head.pt')"
+    held, made = f"{folder}/{FILE}", f"{folder}/medusa_lm_head.pt"
+    convert = f"import torch, safetensors.torch as s; torch.save(s.load_file({held!r}), {made!r})"
     return f"python -c {shlex.quote(convert)} && python -m medusa.inference.cli --model {shlex.quote(folder)}"
 
 

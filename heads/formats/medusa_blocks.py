@@ -67,6 +67,10 @@ def widen(heads: list[Tensor], saved: Saved, foreign: Foreign) -> list[Tensor]:
     if config.lm_head != "draft":
         return heads
     ids = saved.tensors["vocab_ids"]
+    if len(ids) == 1:
+        raise HeadwayError(
+            "an engine's Medusa cannot hold head.draft_vocab_size 1: no row leaves the one word the best; train with more words"
+        )
     if len(ids) == config.vocab_size:
         return heads
     wide = []
@@ -194,6 +198,10 @@ def _lm_heads(
 def _draft_ids(heads: dict[int, Tensor], filled: dict[str, Any]) -> Tensor:
     """Return the words of the draft vocabulary: the rows that are not the filled one."""
     head = heads[0]
+    if filled["like_row"] >= len(head):
+        raise HeadwayError(
+            f"config.json names row {filled['like_row']} of {len(head)}; the files do not belong together"
+        )
     ids = (head != head[filled["like_row"]]).any(1).nonzero()[:, 0]
     if len(ids) != filled["draft_vocab_size"]:
         raise HeadwayError(

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import TargetInfo
+from headway.heads.formats.damage import MOST_HEADS, TAP_IDS
 from headway.heads.formats.layout import TargetWeights
 
-IDS = "eagle_aux_hidden_state_layer_ids"
+IDS = TAP_IDS
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Finding:
     """Something about a folder that a user should know."""
 
     kind: str
-    """missing, extra, shape, not finite, vocabulary, config, changed (all of these faults), random-looking (may be right)."""
+    """missing, extra, shape, not finite, vocabulary, config, changed, target: faults; random-looking: may be right."""
     what: str
 
     @property
@@ -199,6 +200,7 @@ def _flat(layout: str, config: dict[str, Any]) -> tuple[dict[str, Any], list[Fin
 def _draft(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[Draft, list[Finding]]:
     """Return the draft's numbers, and the findings of its config. Raises HeadwayError where a size is missing."""
     config, found = _flat(layout, config)
+    config = {key: value for key, value in config.items() if value is not None}
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         inner, vocab = int(config["intermediate_size"]), int(config["vocab_size"])
@@ -264,6 +266,17 @@ def _config_faults(layout: str, config: dict[str, Any], draft: Draft, info: Targ
         found.append(
             Finding("config", f"tie_word_embeddings ties an LM head of {draft.words} words to {draft.vocab} rows")
         )
+    if draft.target_hidden != info.hidden_size:
+        found.append(
+            Finding("config", f"the draft reads features of {draft.target_hidden}, the target's are {info.hidden_size}")
+        )
+    if draft.heads % draft.key_heads or draft.head_dim % 2:
+        found.append(
+            Finding(
+                "shape",
+                f"{draft.heads} heads of size {draft.head_dim} and {draft.key_heads} of keys: give a multiple, and an even size",
+            )
+        )
     if draft.inputs[0] < 1 or draft.inputs[-1] > info.num_layers or len(draft.inputs) != draft.num_aux:
         found.append(
             Finding(
@@ -327,8 +340,10 @@ def _read_eagle3(
     if embedding is not None and tuple(embedding.shape) != tuple(w.embedding.shape):
         found.append(Finding("shape", f"embed_tokens.weight is {list(embedding.shape)}, not {list(w.embedding.shape)}"))
         embedding = None
-    found += _vocabulary(given.get("d2t"), mask, draft)
-    if any(f.kind in ("missing", "shape") for f in found) or draft.inputs[0] < 1 or len(draft.inputs) != draft.num_aux:
+    fits = draft.vocab == info.vocab_size and draft.target_hidden == info.hidden_size
+    found += _vocabulary(given.get("d2t"), mask, draft) if fits else []
+    broken = not fits or any(f.kind in ("missing", "shape", "vocabulary") for f in found)
+    if broken or draft.inputs[0] < 1 or len(draft.inputs) != draft.num_aux:
         return None, found
     if draft.inputs[-1] > info.num_layers:
         return None, found
@@ -508,6 +523,9 @@ def _read_eagle(
     found += _compare_shapes(allocated, given)
     if embedding is not None and not torch.equal(embedding, w.embedding.cpu().to(embedding.dtype)):
         found.append(Finding("config", "embed_tokens.weight is not the target's embedding"))
+    if draft.hidden != info.hidden_size:
+        found.append(Finding("config", f"hidden_size is {draft.hidden}, the target's is {info.hidden_size}"))
+        return None, found
     if any(f.kind in ("missing", "shape") for f in found):
         return None, found
     return Eagle(draft, {name: given[name].float() for name in allocated}, w), found
@@ -603,7 +621,11 @@ def _read_medusa(
     layout: str, tensors: dict[str, Tensor], config: dict[str, Any], info: TargetInfo, w: TargetWeights
 ) -> tuple[Reading | None, list[Finding]]:
     D, V = info.hidden_size, info.vocab_size
+    config = {key: value for key, value in config.items() if value is not None}
     heads, layers, bias, shared, found = _medusa_numbers(layout, config, info)
+    for number in (heads, layers):
+        if number is not None and not (isinstance(number, int) and 0 <= number <= MOST_HEADS):
+            return None, [*found, Finding("config", f"{number!r:.80} heads or layers cannot be; correct config.json")]
     if not heads or not layers:
         return None, [*found, Finding("config", "the number of heads or of layers is not in config.json")]
     given = _medusa_names(layout, tensors)
