@@ -9,6 +9,7 @@ killed goes on with the next shard, and ends with the bytes it would have had.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def capture(
         progress = Progress("capture: shards", len(left), show=show)
         for n in left:
             tensors = _compute(target, plan.shards[n], taps, store)
-            write_shard(_path(folder, n), tensors, {"dtype": _dtype(target)})
+            write_shard(_path(folder, n), tensors, {"dtype": target.dtype_name})
             counts["made"] += 1
             progress.add(items=1, tokens=sum(len(d.token_ids) - 1 for d in plan.shards[n]))
         progress.close(f"{folder}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}")
@@ -211,14 +212,8 @@ def free_disk(folder: Path) -> int:
 
 def print_line(text: str, show: bool) -> None:
     """Print a line on stderr."""
-    import sys
-
     if show:
         print(f"headway: {text}", file=sys.stderr, flush=True)
-
-
-def _dtype(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
 
 
 def _path(folder: Path, n: int) -> Path:
@@ -239,7 +234,7 @@ def _why_again(
                 return f"{path} is of other dialogs"
         if len(shard.names) != 4 * len(part):
             return f"{path} is of other dialogs"
-        if shard.facts.get("dtype") != _dtype(target):
+        if shard.facts.get("dtype") != target.dtype_name:
             return f"{path} was made in {shard.facts.get('dtype')}"
         if verify:
             check_content(shard, target.info.hidden_size)

@@ -260,7 +260,7 @@ def prompts_json(rows: Sequence[Row], source: str) -> dict[str, Any]:
 
 
 def _facts(target: Target, batch_size: int) -> dict[str, Any]:
-    return {"dtype": str(target.dtype).removeprefix("torch."), "batch_size": batch_size}
+    return {"dtype": target.dtype_name, "batch_size": batch_size}
 
 
 def summary(writer: DialogWriter) -> str:

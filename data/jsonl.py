@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -68,7 +69,7 @@ class AppendLog:
             for line in lines:
                 places.append((key(json.loads(line)), at))
                 at += len(line)
-            if all(one[0] <= other[0] for one, other in zip(places, places[1:], strict=False)):
+            if all(one[0] <= other[0] for one, other in pairwise(places)):
                 return
             aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
             with aside.open("wb") as file:

@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,9 +103,10 @@ class Intake:
         With `answers` a row must hold an answer to learn from and may be text or tokens; without, a row must hold a user
         turn. `tools` says whether rows with tools or tool turns are used, and is as `answers` where not given. With
         `dedupe` a row that says what an earlier one said is skipped; without `answers`, one that asks what it asked, which
-        is the row but for its answers, or with `keeps_answers` but for its last. Of
-        the rows whose id has its place in the first `held_out` of [0, 1), none is in the `part` train, only they are in
-        held_out. Raises HeadwayError for a weight or share that is none.
+        is the row but for its answers, or with `keeps_answers` but for its last. Of the rows whose id has its place in the
+        first `held_out` of [0, 1), none is in the `part` train, only they are in held_out.
+
+        Raises HeadwayError for a weight or share that is none.
         """
         given = [sources] if isinstance(sources, str) else list(sources)
         self.sources, self.weights = map(list, zip(*map(split_weight, given), strict=True)) if given else ([], [])
@@ -200,7 +201,7 @@ class Intake:
             while not self._ids.add(row_id):  # a row before may have brought that very id
                 row_id += "~"
             repairs.append("id already taken, line number added")
-        return row if row_id == row.id else _with_id(row, row_id)
+        return row if row_id == row.id else replace(row, id=row_id)
 
     def _add_up(self) -> None:
         total = self.report
@@ -211,33 +212,12 @@ class Intake:
             total.repaired = sum((part.repaired for part in total.parts), Counter())
 
 
-def read_rows(
-    source: str | Sequence[str],
-    *,
-    split: str = "train",
-    limit: int | None = None,
-    answers: bool = False,
-    tools: bool | None = None,
-    dedupe: bool = False,
-    keeps_answers: bool = False,
-    held_out: float = 0.0,
-    part: Part = "train",
-) -> tuple[list[Row], IntakeReport]:
-    """Return the usable rows of a source or several, and the account of all rows read; see Intake for the options.
+def read_rows(source: str | Sequence[str], **options: Any) -> tuple[list[Row], IntakeReport]:
+    """Return the usable rows of a source or several, and the account of all rows read; options are those of Intake.
 
     Raises HeadwayError for a missing source, or when no row is usable.
     """
-    intake = Intake(
-        source,
-        split=split,
-        limit=limit,
-        answers=answers,
-        tools=tools,
-        dedupe=dedupe,
-        keeps_answers=keeps_answers,
-        held_out=held_out,
-        part=part,
-    )
+    intake = Intake(source, **options)
     return list(intake), intake.report
 
 
@@ -261,10 +241,6 @@ def given_id(raw: Any) -> str | None:
         return None
     given = next((raw[k] for k in ("id", "question_id", "task_id") if raw.get(k) not in (None, "")), None)
     return None if given is None else str(given)
-
-
-def _with_id(row: Row, row_id: str) -> Row:
-    return Row(row_id, row.messages, row.text, row.cut, row.tools, row.token_ids, row.spans)
 
 
 def _said(row: Row, answers: bool, keeps_answers: bool) -> str:

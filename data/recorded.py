@@ -66,7 +66,7 @@ def begin_folder(
     naming the difference.
     """
     manifest = {**_identity(dialogs, target, taps), "store": store}
-    dtypes = {_dtype(target)}
+    dtypes = {target.dtype_name}
     if (folder / "manifest.json").is_file():
         known = read_json(folder / "manifest.json")
         require_same(known, manifest, folder)
@@ -140,7 +140,7 @@ class Recorded:
         self.folder = Path(dialogs) / FOLDER if folder is None else Path(folder)
         self._shards: dict[str, Shard] = {}
         self._width = target.info.hidden_size
-        self._dtype = _dtype(target)
+        self._dtype = target.dtype_name
         self.taps: tuple[Tap, ...] = ()
         self.store: Store = "bfloat16"
         self.dtypes: list[str] = []
@@ -278,10 +278,6 @@ def _identity(dialogs: Path | str, target: Target, taps: Sequence[Tap]) -> dict[
         "hidden_size": target.info.hidden_size,
         "taps": list(taps),
     }
-
-
-def _dtype(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
 
 
 def _key(dialog_id: str) -> str:

@@ -151,7 +151,9 @@ def _listed(value: Any) -> list[Any] | None:
             return None
     if isinstance(value, dict) and value and all(isinstance(v, list) for v in value.values()):
         # A list of structs that `datasets` turned into a struct of lists.
-        value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=False)]
+        if len({len(v) for v in value.values()}) > 1:
+            return None
+        value = [dict(zip(value, parts, strict=True)) for parts in zip(*value.values(), strict=True)]
     return value if isinstance(value, list) else None
 
 

@@ -36,7 +36,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import lm_head_factor
 from headway.heads.common.losses import distil_loss, label_positions, to_teacher
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, module_dtype
-from headway.heads.common.protocol import Head as BaseHead
+from headway.heads.common.vocab import IdsHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Config(LayerConfig):
             raise HeadwayError("head.feature_weight and head.token_weight are both 0; nothing would be learned")
 
 
-class Head(BaseHead):
+class Head(IdsHead):
     """fc over token embedding and feature, and one draft layer without norms before it; the target's LM head."""
 
     config: Config
@@ -83,22 +83,11 @@ class Head(BaseHead):
         D = config.hidden_size
         self.fc = nn.Linear(2 * D, D, bias=config.bias)
         self.layer = DraftLayer(config)
-        if config.draft_vocab_size:
-            self.register_buffer("vocab_ids", torch.arange(config.draft_vocab_size))
+        self.add_vocab(config.draft_vocab_size)
         self.rotary = Rotary(config)
         self.factor = lm_head_factor(frozen, "eagle reads the target's LM head", "train eagle3, which has its own")
         # The LM head's rows of a draft vocabulary, and that vocabulary: gathered once, no part of the head.
         self._rows: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def draft_vocab(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [V], or None."""
-        return self.vocab_ids if self.config.draft_vocab_size else None  # type: ignore[return-value]
-
-    def set_draft_vocab(self, target_ids: Tensor) -> None:
-        """Take the draft vocabulary: sorted target ids."""
-        if self.config.draft_vocab_size:
-            self.vocab_ids.copy_(target_ids)  # type: ignore[operator]
 
     @torch.no_grad()
     def warm_start(self) -> None:

@@ -20,6 +20,7 @@ from headway.heads.common.draft_layer import (
     LayerConfig,
     Rotary,
     absorb,
+    begin_as_target,
     default_taps,
     expand,
     join_drafted,
@@ -29,8 +30,7 @@ from headway.heads.common.draft_layer import (
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import distil_loss
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, TargetInfo, module_dtype
-from headway.heads.common.protocol import Head as BaseHead
-from headway.heads.common.vocab import from_d2t, to_d2t, to_t2d
+from headway.heads.common.vocab import MapsHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +72,8 @@ class Config(LayerConfig):
             "draft_vocab_size": min(cls.draft_vocab_size, info.num_tokens),
         }
 
-    @classmethod
-    def for_target(cls, info: TargetInfo, **fields: Any) -> Config:
-        """As HeadConfig.for_target; also refuses a draft vocabulary larger than the tokenizer."""
-        config = super().for_target(info, **fields)
-        if config.draft_vocab_size > info.num_tokens:
-            raise HeadwayError(
-                f"head.draft_vocab_size is {config.draft_vocab_size}, the tokenizer has {info.num_tokens} tokens; use at most that"
-            )
-        return config
 
-
-class Head(BaseHead):
+class Head(MapsHead):
     """fc over the taps, one draft layer, norm, LM head over the draft vocabulary."""
 
     config: Config
@@ -97,38 +87,14 @@ class Head(BaseHead):
         self.layer = DraftLayer(config, norms=("input_layernorm", "hidden_norm"))
         self.norm = LlamaRMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size or config.vocab_size, bias=False)
-        if config.draft_vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.set_draft_vocab(torch.arange(config.draft_vocab_size))
+        self.add_vocab(config.draft_vocab_size)
         self.rotary = Rotary(config)
-
-    @property
-    def draft_vocab(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [V], or None."""
-        return from_d2t(self.d2t) if self.config.draft_vocab_size else None  # type: ignore[arg-type]
-
-    def set_draft_vocab(self, target_ids: Tensor) -> None:
-        """Take the draft vocabulary: sorted target ids."""
-        if self.config.draft_vocab_size:
-            self.d2t.copy_(to_d2t(target_ids))  # type: ignore[operator]
-            self.t2d.copy_(to_t2d(target_ids, self.config.vocab_size))  # type: ignore[operator]
 
     @torch.no_grad()
     def warm_start(self) -> None:
-        """Begin as the target's last layer on the highest tap: its weights, final norm and LM head rows are copied.
-
-        The halves that read token embeddings, which the target's layer does not have, begin small and random; the lower
-        taps begin unused.
-        """
-        D = self.config.hidden_size
-        words = self.frozen.lm_head_weight()
-        self.lm_head.weight.copy_(words if self.draft_vocab is None else words[self.draft_vocab])
-        self.fc.weight.normal_(std=0.002)
-        self.fc.weight[:, -D:] += torch.eye(D)
-        final = self.frozen.final_norm()
-        if final is not None and final.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(final)
+        """Begin as the target's last layer on the highest tap; the halves that read token embeddings, which the target's
+        layer does not have, begin small and random."""
+        begin_as_target(self)
         self.layer.copy_from(self.frozen.layer_weights(self.frozen.info.num_layers - 1), feature_norm="hidden_norm")
 
     def embed(self, ids: Tensor) -> Tensor:

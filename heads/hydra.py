@@ -23,8 +23,8 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import Kind, LMHeads, check_lm_heads
 from headway.heads.common.losses import distil_loss
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, TargetInfo, module_dtype
-from headway.heads.common.protocol import Head as BaseHead
 from headway.heads.common.slots import Slots, seen_slots
+from headway.heads.common.vocab import IdsHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class State:
     """The prefix and the embeddings of the path down to each node, side by side."""
 
 
-class Head(BaseHead):
+class Head(IdsHead):
     """A prefix layer, and K stacks of residual blocks on prefix and path, each with an LM head."""
 
     config: Config
@@ -91,24 +91,13 @@ class Head(BaseHead):
         )
         size = config.draft_vocab_size or config.vocab_size
         self.lm_heads = LMHeads(frozen, config.lm_head, config.num_heads, config.rank, size)
-        if config.lm_head == "draft":
-            self.register_buffer("vocab_ids", torch.arange(size))
+        self.add_vocab(config.draft_vocab_size)
         self.rotary = Rotary(config)
 
     @property
     def max_depth(self) -> int:
         """One level per head."""
         return self.config.num_heads
-
-    @property
-    def draft_vocab(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [V], or None."""
-        return self.vocab_ids if self.config.lm_head == "draft" else None  # type: ignore[return-value]
-
-    def set_draft_vocab(self, target_ids: Tensor) -> None:
-        """Take the draft vocabulary: sorted target ids."""
-        if self.config.lm_head == "draft":
-            self.vocab_ids.copy_(target_ids)  # type: ignore[operator]
 
     @torch.no_grad()
     def warm_start(self) -> None:

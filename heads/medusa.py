@@ -19,7 +19,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import Kind, LMHeads, check_lm_heads
 from headway.heads.common.losses import distil_loss
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, HeadConfig, LossReport, module_dtype
-from headway.heads.common.protocol import Head as BaseHead
+from headway.heads.common.vocab import IdsHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Config(HeadConfig):
         return {"draft_vocab_size": min(cls.draft_vocab_size, info.num_tokens)}
 
 
-class Head(BaseHead):
+class Head(IdsHead):
     """K stacks of residual blocks, each with an LM head."""
 
     config: Config
@@ -70,23 +70,12 @@ class Head(BaseHead):
         )
         size = config.draft_vocab_size or config.vocab_size
         self.lm_heads = LMHeads(frozen, config.lm_head, config.num_heads, config.rank, size)
-        if config.lm_head == "draft":
-            self.register_buffer("vocab_ids", torch.arange(size))
+        self.add_vocab(config.draft_vocab_size)
 
     @property
     def max_depth(self) -> int:
         """One level per head."""
         return self.config.num_heads
-
-    @property
-    def draft_vocab(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [V], or None."""
-        return self.vocab_ids if self.config.lm_head == "draft" else None  # type: ignore[return-value]
-
-    def set_draft_vocab(self, target_ids: Tensor) -> None:
-        """Take the draft vocabulary: sorted target ids."""
-        if self.config.lm_head == "draft":
-            self.vocab_ids.copy_(target_ids)  # type: ignore[operator]
 
     def warm_start(self) -> None:
         """Copy the target's LM head (its rows of the draft vocabulary) into each head."""

@@ -29,6 +29,7 @@ from headway.heads.common.draft_layer import (
     LayerConfig,
     Rotary,
     attend_steps,
+    begin_as_target,
     causal_mask,
     default_taps,
     newest,
@@ -36,9 +37,8 @@ from headway.heads.common.draft_layer import (
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import distil_loss, to_teacher
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, TargetInfo
-from headway.heads.common.protocol import Head as BaseHead
 from headway.heads.common.slots import Slots, seen_slots
-from headway.heads.common.vocab import from_d2t, to_d2t, to_t2d
+from headway.heads.common.vocab import MapsHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +91,8 @@ class Config(LayerConfig):
 
     @classmethod
     def for_target(cls, info: TargetInfo, **fields: Any) -> Config:
-        """As HeadConfig.for_target; also refuses ids that the target does not have."""
+        """As HeadConfig.for_target; also refuses a mask token that the target does not have."""
         config = super().for_target(info, **fields)
-        if config.draft_vocab_size > info.num_tokens:
-            raise HeadwayError(
-                f"head.draft_vocab_size is {config.draft_vocab_size}, the tokenizer has {info.num_tokens} tokens; use at most that"
-            )
         if not 0 <= config.mask_token_id < info.vocab_size:
             raise HeadwayError(
                 f"head.mask_token_id is {config.mask_token_id}, {info.name} has ids 0..{info.vocab_size - 1}; use one of those"
@@ -123,7 +119,7 @@ class State:
     """The last layer's output at each depth of each row's newest anchor."""
 
 
-class Head(BaseHead):
+class Head(MapsHead):
     """fc over the taps, draft layers, norm, LM head over the draft vocabulary; and what stands for features to come."""
 
     config: Config
@@ -139,10 +135,7 @@ class Head(BaseHead):
         )
         self.norm = LlamaRMSNorm(D, config.rms_norm_eps)
         self.lm_head = nn.Linear(D, config.draft_vocab_size or config.vocab_size, bias=False)
-        if config.draft_vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-            self.set_draft_vocab(torch.arange(config.draft_vocab_size))
+        self.add_vocab(config.draft_vocab_size)
         self.rotary = Rotary(config)
 
     @property
@@ -150,29 +143,10 @@ class Head(BaseHead):
         """Depths trained."""
         return self.config.depths
 
-    @property
-    def draft_vocab(self) -> Tensor | None:
-        """Target ids of the draft vocabulary [V], or None."""
-        return from_d2t(self.d2t) if self.config.draft_vocab_size else None  # type: ignore[arg-type]
-
-    def set_draft_vocab(self, target_ids: Tensor) -> None:
-        """Take the draft vocabulary: sorted target ids."""
-        if self.config.draft_vocab_size:
-            self.d2t.copy_(to_d2t(target_ids))  # type: ignore[operator]
-            self.t2d.copy_(to_t2d(target_ids, self.config.vocab_size))  # type: ignore[operator]
-
     @torch.no_grad()
     def warm_start(self) -> None:
-        """Begin as the target's last layer on the highest tap, with its final norm and LM head rows; further layers begin
-        as identity."""
-        D = self.config.hidden_size
-        words = self.frozen.lm_head_weight()
-        self.lm_head.weight.copy_(words if self.draft_vocab is None else words[self.draft_vocab])
-        self.fc.weight.normal_(std=0.002)
-        self.fc.weight[:, -D:] += torch.eye(D)
-        final = self.frozen.final_norm()
-        if final is not None and final.shape == self.norm.weight.shape:
-            self.norm.weight.copy_(final)
+        """Begin as the target's last layer on the highest tap; further layers begin as identity."""
+        begin_as_target(self)
         source = self.frozen.layer_weights(self.frozen.info.num_layers - 1)
         for i, layer in enumerate(self.layers):
             if i == 0:

@@ -516,7 +516,7 @@ def eval_command(
     report = {
         "target": target,
         "head": source,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "dtype": loaded.dtype_name,
         "tree": policy.describe(),
         "rows": rows,
     }

@@ -20,10 +20,11 @@ from headway.heads.common.checkpoint import (
     read_config,
     read_tensors,
     save_head,
+    saved_info,
 )
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import LMHeads
-from headway.heads.common.protocol import Frozen, Head, TargetInfo, find_family
+from headway.heads.common.protocol import Head, find_family
 from headway.heads.formats.damage import check_fit, check_tensors, check_words
 from headway.heads.formats.layout import (
     LAYOUTS,
@@ -35,19 +36,20 @@ from headway.heads.formats.layout import (
     digest,
     find_layout,
     from_layout,
-    layouts_of,
     read_folder,
     recognise,
     to_layout,
     write_folder,
+    writes,
 )
 from headway.heads.formats.reference import Finding, read
 from headway.inference.parity import Parity, Text, compare, weights_of, write
+from headway.inference.sizes import empty_frozen
+from headway.inference.target import DTYPES
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENS = 3
 """Drafted tokens in the commands that are printed, and in the comparison."""
 PROMPTS = (
@@ -68,7 +70,7 @@ def read_saved(source: str) -> tuple[Saved, torch.dtype]:
     config = read_config(folder)
     config_class, _ = find_family(config["family"])
     tensors = read_tensors(folder / WEIGHTS)
-    info = TargetInfo(**{f.name: config["target"][f.name] for f in dataclasses.fields(TargetInfo)})
+    info = saved_info(config)
     saved = Saved(config["family"], config_class.from_json(config["head"]), tensors, info)
     check_tensors([(n, t) for n, t in tensors.items() if t.is_floating_point()], folder / WEIGHTS)
     check_fit(tensors, _skeleton(saved), str(folder / WEIGHTS))
@@ -79,10 +81,8 @@ def read_saved(source: str) -> tuple[Saved, torch.dtype]:
 def _skeleton(saved: Saved) -> dict[str, torch.Tensor]:
     """Return names, shapes and dtypes of a head's tensors, without memory for them."""
     _, head_class = find_family(saved.family)
-    words = torch.empty(saved.info.vocab_size, saved.info.hidden_size, device="meta")
-    frozen = Frozen(saved.info, lambda ids: words[ids], lambda last, rows=None: last @ words.T, lambda: words)
     with torch.device("meta"):
-        return head_class(saved.config, frozen).state_dict()
+        return head_class(saved.config, empty_frozen(saved.info)).state_dict()
 
 
 def _widest(tensors: dict[str, torch.Tensor]) -> torch.dtype:
@@ -132,15 +132,9 @@ def _other_target(foreign: Foreign, target: Target) -> str | None:
 def check_layout(source: str, layout: str) -> bool:
     """Return whether exporting a head needs its target. Raises HeadwayError where the layout cannot hold the family."""
     config = read_config(head_folder(source))
-    module, family = find_layout(layout), config["family"]
-    if family not in module.WRITE:
-        held = " or ".join(layouts_of(family))
-        raise HeadwayError(
-            f"layout {layout} holds no {family} heads, only {', '.join(module.WRITE)}; "
-            + (f"export it --to {held}" if held else "no layout holds that family")
-        )
-    config_class, _ = find_family(family)
-    saved = Saved(family, config_class.from_json(config["head"]), {}, TargetInfo(**config["target"]))
+    module = writes(layout, config["family"])
+    config_class, _ = find_family(config["family"])
+    saved = Saved(config["family"], config_class.from_json(config["head"]), {}, saved_info(config))
     return bool(module.needs_target(saved))
 
 
@@ -257,9 +251,9 @@ def check(
     """
     foreign = read_folder(folder)
     layout, family = _layout(foreign, layout, folder, "--as")
-    if head is not None and _family(head) != family:
+    if head is not None and family_of(head) != family:
         raise HeadwayError(
-            f"{folder} holds a {family} head, --head is a {_family(head)} head; give the one it was made of"
+            f"{folder} holds a {family} head, --head is a {family_of(head)} head; give the one it was made of"
         )
     weights = weights_of(target)
     reading, findings = read(layout, family, _unrounded(foreign, weights), foreign.config, target.info, weights)
@@ -281,7 +275,8 @@ def check(
     )
 
 
-def _family(head: Head) -> str:
+def family_of(head: Head) -> str:
+    """Return the name of a head's family."""
     return type(head).__module__.rsplit(".", 1)[-1]
 
 
@@ -318,7 +313,7 @@ def _as_written(head: Head, foreign: Foreign) -> Head:
     """Return a float32 copy of the head with its weights rounded to the dtype of the files; LM heads of low rank are
     multiplied out before, as they are in the files."""
     dtype = next((t.dtype for t in foreign.tensors.values() if t.is_floating_point()), torch.float32)
-    _, head_class = find_family(_family(head))
+    _, head_class = find_family(family_of(head))
     fresh = head_class(head.config, head.frozen)
     fresh.load_state_dict(head.state_dict())
     if isinstance(getattr(fresh, "lm_heads", None), LMHeads):

@@ -12,7 +12,7 @@ from headway import foreign, inputs
 from headway.heads.common.checkpoint import CONFIG, check_head_folder, read_config
 from headway.heads.common.errors import HeadwayError
 from headway.heads.formats.layout import find_layout
-from headway.inference.target import Target, load_info
+from headway.inference.target import DTYPES, Target, load_info
 
 
 def export_head(
@@ -27,8 +27,8 @@ def export_head(
 ) -> None:
     """Write the export and print where it is and how it is served; with `check`, prove it."""
     inputs.quiet()
-    if dtype is not None and dtype not in foreign.DTYPES:
-        raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(foreign.DTYPES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise HeadwayError(f"unknown dtype {dtype!r}; allowed: {', '.join(DTYPES)}")
     if target is not None and not target.strip():
         raise HeadwayError("--target is empty; give the name or folder of the target, or leave it out")
     source, device = inputs.head_source(head), inputs.check_device(device)
@@ -66,9 +66,10 @@ def import_head(folder: Path, target: str, out: Path, layout: str | None, revisi
     head, found, said = foreign.import_head(folder, layout, loaded, out)
     for line in said:
         print(f"headway: {line}", file=sys.stderr)
-    family = json.loads((out / CONFIG).read_text(encoding="utf-8"))["family"]
     count = sum(t.numel() for t in head.parameters())
-    print(f"{out}: {family} head of {count / 1e6:.1f}M parameters, taps {list(head.config.taps)}, read as {found}")
+    print(
+        f"{out}: {foreign.family_of(head)} head of {count / 1e6:.1f}M parameters, taps {list(head.config.taps)}, read as {found}"
+    )
 
 
 def check_folder(

@@ -384,7 +384,7 @@ def saved_tree(source: str, target: Target) -> Policy | None:
     policy = tuned.drafting if tuned is not None else None
     known = sorted(read_policies(folder))
     if policy is None and known:
-        here = f"{target.device.type} {str(target.dtype).removeprefix('torch.')}"
+        here = f"{target.device.type} {target.dtype_name}"
         print(f"headway: the tree of {source} was tuned for {', '.join(known)}, not for {here}", file=sys.stderr)
     return policy
 

@@ -366,7 +366,7 @@ def environment(target: Target) -> dict[str, Any]:
     device = target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "device": f"{device.type}: {name}",
         "packed_weights": target.packed.reason or f"{target.packed.num_bytes / 2**30:.1f} GiB",
         "threads": torch.get_num_threads(),

@@ -155,7 +155,7 @@ class _Together:
     def clear(self) -> None:
         """Forget the last product."""
         if any(part is not None for part in self._parts):
-            self._part()
+            self._take_apart()
         self._input, self._parts = None, []
 
     def part(self, i: int) -> Callable[[Tensor], Tensor]:
@@ -170,7 +170,7 @@ class _Together:
                 taken = self._take(i, x)
                 if taken is not None:
                     return taken
-                self._part()
+                self._take_apart()
             return self._alone[i](x)
 
         return forward
@@ -185,7 +185,7 @@ class _Together:
         out, self._parts[i] = self._parts[i], None
         return out
 
-    def _part(self) -> None:
+    def _take_apart(self) -> None:
         """Pack each layer by itself."""
         self._alone = [_packed_forward(m) for m in self.modules]
         self._multiply, self._input, self._parts = None, None, []

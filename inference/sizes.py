@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,6 @@ def empty_frozen(info: TargetInfo) -> Frozen:
         logits=logits,
         lm_head_weight=lambda: embedding,
     )
-
-
-def with_tokens(sizes: Sizes, num_tokens: int) -> Sizes:
-    """Return the sizes with the number of tokens that the tokenizer knows."""
-    return replace(sizes, info=replace(sizes.info, num_tokens=num_tokens))
 
 
 def _numel(module: Any) -> int:

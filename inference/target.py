@@ -162,6 +162,11 @@ class Target:
         return self.model.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """The dtype as it is written: float32, bfloat16, float16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def device(self) -> torch.device:
         """Where the model's first parameter lives."""
         return self.model.device

@@ -352,7 +352,8 @@ def test_train_makes_a_head(run: Run, tmp_path: Path) -> None:
 def test_bench_of_drafters_and_batches(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     drafts = ("--draft", "ngram", "--draft", "model:target@dynamic:depth=2,top_k=2,nodes=5", "--draft", "hybrid")
-    argv = [*BENCH, "--prompts", "prompts.jsonl", "--head", "eagle3", *drafts, "--batch", "2,1"]
+    # A tree that is named is drafted in every round, whatever it costs.
+    argv = [*BENCH, "--prompts", "prompts.jsonl", "--head", "eagle3", "--tree", "chain:3", *drafts, "--batch", "2,1"]
     code, printed, err = run(*argv, "--out", str(out), "--plot")
     assert code == 0, err
     assert "larger batches have no row of it" in err
@@ -370,8 +371,7 @@ def test_bench_of_drafters_and_batches(run: Run, tmp_path: Path) -> None:
         assert not report["errors"]
         assert all(row["identical"] in (None, 1.0) for row in report["rows"])
         rows = {row["name"]: row for row in report["rows"]}
-        # It drafts with the target itself, which is right and does not pay: how soon it is turned off is a matter of timing.
-        assert 1 <= rows["model target"]["accepted_length"] <= 3
+        assert rows["model target"]["accepted_length"] > 2  # of at most 3: it drafts with the target itself
         assert rows["plain"]["itl_p95_ms"] >= rows["plain"]["itl_ms"]
         assert rows["plain"]["passes_per_answer"] == rows["plain"]["row_passes"] / 3
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -230,7 +230,7 @@ class Features:
             "target": self.target.info.name,
             "revision": self.target.info.revision,
             "weights": self.target.fingerprint,
-            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "dtype": self.target.dtype_name,
             "taps": list(self.taps),
             "store": self.store,
             "batches": digest([[row.id, row.token_ids, row.supervised] for rows in self.batches for row in rows]),

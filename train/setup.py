@@ -116,7 +116,7 @@ def prepare(
     by_count, train, held_out, said = prepare_features(config, accelerator, target, head, rows, folder, shared)
     total_steps = (saved or {}).get("total_steps")
     if accelerator.is_main_process and saved is None:
-        facts = {"dtype": str(target.dtype).removeprefix("torch."), "processes": accelerator.num_processes}
+        facts = {"dtype": target.dtype_name, "processes": accelerator.num_processes}
         facts["weights"] = target.fingerprint
         folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
     if accelerator.is_main_process:

@@ -69,6 +69,10 @@ def save_head(
     return folder
 
 
+class NewerFormatError(HeadwayError):
+    """A head of headway, in a format that this headway does not read."""
+
+
 def check_head_folder(folder: Path) -> None:
     """Raise HeadwayError where writing a head to `folder` would cost a file or what is no head of headway."""
     if folder.exists() and not folder.is_dir():
@@ -77,9 +81,9 @@ def check_head_folder(folder: Path) -> None:
         return
     try:
         read_config(folder)
-    except HeadwayError as e:
-        if (folder / WEIGHTS).is_file() and "has format" in str(e):
-            raise
+    except NewerFormatError:
+        raise
+    except HeadwayError:
         raise HeadwayError(f"{folder} is not empty and holds no head of headway; give a new folder") from None
 
 
@@ -101,7 +105,7 @@ def load_head(
     frozen = target if isinstance(target, Frozen) else target.frozen
     folder = head_folder(source, revision)
     saved = read_config(folder)
-    info = TargetInfo(**saved["target"])
+    info = saved_info(saved)
     _check_target(folder, info, frozen, saved.get("weights_of"), other_target)
     config_class, head_class = find_family(saved["family"])
     head = head_class(config_class.from_json(saved["head"]), frozen)
@@ -128,8 +132,13 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
         if not isinstance(config[name], dict) or not needed <= set(config[name]):
             raise HeadwayError(f"{path}: its {name} is not whole; save or download the head again")
     if config["format"] != FORMAT:
-        raise HeadwayError(f"{path} has format {config['format']}, this headway reads {FORMAT}; upgrade headway")
+        raise NewerFormatError(f"{path} has format {config['format']}, this headway reads {FORMAT}; upgrade headway")
     return config
+
+
+def saved_info(config: dict[str, Any]) -> TargetInfo:
+    """Return what a head's config.json says of its target; fields that are not known here are passed over."""
+    return TargetInfo(**{f.name: config["target"][f.name] for f in dataclasses.fields(TargetInfo)})
 
 
 def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: str | None = None) -> str:
@@ -155,9 +164,8 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
     """Give an empty folder beside `folder`; on leaving without error it takes that name and what had it is removed."""
-    folder = (
-        folder.resolve() if folder.is_symlink() else folder.absolute()
-    )  # what a link leads to is written, not the link
+    # What a link leads to is written, not the link.
+    folder = folder.resolve() if folder.is_symlink() else folder.absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     before = folder.with_name(f".{folder.name}.{os.getpid()}.old")

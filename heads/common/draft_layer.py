@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from headway.heads.common.blocks import after
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Context, Frontier, HeadConfig, TargetInfo
+from headway.heads.common.protocol import Context, Frontier, Frozen, HeadConfig, TargetInfo
 from headway.heads.common.slots import Slots, seen_slots
 
 
@@ -206,6 +206,32 @@ class DraftLayer(nn.Module):
         self.copy_from(source, feature_norm)
         self.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()
+
+
+class Fused(Protocol):
+    """A head that reads several taps through fc and speaks through a norm and an LM head of its own."""
+
+    frozen: Frozen
+    fc: nn.Linear
+    norm: LlamaRMSNorm
+    lm_head: nn.Linear
+
+    @property
+    def draft_vocab(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, or None."""
+
+
+@torch.no_grad()
+def begin_as_target(head: Fused) -> None:
+    """Begin at the highest tap, with the target's final norm and its LM head (the rows of the draft vocabulary); the lower
+    taps begin unused."""
+    words, final = head.frozen.lm_head_weight(), head.frozen.final_norm()
+    head.lm_head.weight.copy_(words if head.draft_vocab is None else words[head.draft_vocab])
+    D = head.fc.out_features
+    head.fc.weight.normal_(std=0.002)
+    head.fc.weight[:, -D:] += torch.eye(D)
+    if final is not None and final.shape == head.norm.weight.shape:
+        head.norm.weight.copy_(final)
 
 
 class Recurrent(Protocol):

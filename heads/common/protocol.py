@@ -97,6 +97,11 @@ class HeadConfig:
         filled["vocab_size"] = info.vocab_size
         config = cls(**filled)
         config.check_taps(info)
+        words = getattr(config, "draft_vocab_size", 0)
+        if words > info.num_tokens:
+            raise HeadwayError(
+                f"head.draft_vocab_size is {words}, the tokenizer has {info.num_tokens} tokens; use at most that"
+            )
         return config
 
     @classmethod

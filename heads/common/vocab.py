@@ -4,6 +4,8 @@ draft id d:      0   1   2   3   4   5
 target id:       0   2   5   7   8   11        sorted
 d2t[d]:          0   1   3   4   4   6         offsets: target id = d + d2t[d]
 t2d[target id]:  whether the id is in the draft vocabulary
+
+A head keeps its draft vocabulary as plain ids (`IdsHead`), or as the two maps (`MapsHead`), whatever its family.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import Head
 
 
 def choose_draft_vocab(counts: Tensor, size: int, num_tokens: int, always_keep: Iterable[int] = ()) -> Tensor:
@@ -56,3 +59,45 @@ def to_t2d(ids: Tensor, vocab_size: int) -> Tensor:
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
     mask[ids.to(torch.int64)] = True
     return mask
+
+
+class IdsHead(Head):
+    """A head whose draft vocabulary, if it has one, is the buffer `vocab_ids`."""
+
+    def add_vocab(self, size: int) -> None:
+        """Register a draft vocabulary of that many words; none for 0. The first ids stand there until it is chosen."""
+        if size:
+            self.register_buffer("vocab_ids", torch.arange(size))
+
+    @property
+    def draft_vocab(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [V], or None."""
+        return getattr(self, "vocab_ids", None)
+
+    def set_draft_vocab(self, target_ids: Tensor) -> None:
+        """Take the draft vocabulary: sorted target ids."""
+        if self.draft_vocab is not None:
+            self.draft_vocab.copy_(target_ids)
+
+
+class MapsHead(Head):
+    """A head whose draft vocabulary, if it has one, is the buffers `d2t` and `t2d`, as EAGLE-3 heads have everywhere."""
+
+    def add_vocab(self, size: int) -> None:
+        """Register a draft vocabulary of that many words; none for 0. The first ids stand there until it is chosen."""
+        if size:
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(self.config.vocab_size, dtype=torch.bool))
+            self.set_draft_vocab(torch.arange(size))
+
+    @property
+    def draft_vocab(self) -> Tensor | None:
+        """Target ids of the draft vocabulary [V], or None."""
+        d2t = getattr(self, "d2t", None)
+        return None if d2t is None else from_d2t(d2t)
+
+    def set_draft_vocab(self, target_ids: Tensor) -> None:
+        """Take the draft vocabulary: sorted target ids."""
+        if getattr(self, "d2t", None) is not None:
+            self.d2t.copy_(to_d2t(target_ids))  # type: ignore[operator]
+            self.t2d.copy_(to_t2d(target_ids, self.config.vocab_size))  # type: ignore[operator]

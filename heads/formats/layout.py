@@ -82,16 +82,24 @@ def layouts_of(family: str) -> list[str]:
     return [name for name in LAYOUTS if family in find_layout(name).WRITE]
 
 
+def writes(name: str, family: str) -> ModuleType:
+    """Return the module of a layout that can hold heads of a family. Raises HeadwayError naming those that can."""
+    layout = find_layout(name)
+    if family not in layout.WRITE:
+        held = " or ".join(layouts_of(family))
+        raise HeadwayError(
+            f"layout {name} holds no {family} heads, only {', '.join(layout.WRITE)}; "
+            + (f"export it --to {held}" if held else "no layout holds that family")
+        )
+    return layout
+
+
 def to_layout(name: str, saved: Saved, dtype: torch.dtype, weights: TargetWeights | None = None) -> Foreign:
     """Return a head in a layout, floating tensors in `dtype`.
 
     Raises HeadwayError, naming it, for what the layout cannot hold and for a tensor that is empty or not finite.
     """
-    layout = find_layout(name)
-    if saved.family not in layout.WRITE:
-        others = layouts_of(saved.family)
-        where = f"export it --to {' or '.join(others)}" if others else "no layout holds this family"
-        raise HeadwayError(f"layout {name} holds no {saved.family} heads ({', '.join(layout.WRITE)}); {where}")
+    layout = writes(name, saved.family)
     if weights is None and layout.needs_target(saved):
         raise HeadwayError(f"layout {name} holds copies of the target's weights; give --target")
     foreign: Foreign = layout.WRITE[saved.family](saved, weights)

@@ -94,7 +94,7 @@ class NgramDrafter(Drafter):
             at = index.end.get(tuple(history[-n:])) if len(history) >= n else None
             if at is not None:
                 index.matched = n
-                for d in range(usual_reach(n, self.depth) if lossy else self._reach(n)):
+                for d in range(self._reach(n, learned=not lossy)):
                     # What followed may run into the proposal itself: text that repeats goes on repeating.
                     index.guess.append(history[at + d] if at + d < len(history) else index.guess[at + d - len(history)])
                 break
@@ -110,25 +110,16 @@ class NgramDrafter(Drafter):
                 return
             seen[0] += 1
 
-    def _reach(self, n: int) -> int:
-        """Return how many tokens to propose after a match of n."""
-        return _reach_of(n, self._seen[n])
-
-
-def usual_reach(n: int, depth: int) -> int:
-    """Return how many tokens to propose after a match of n where nothing is learned, at most `depth`."""
-    return _reach_of(n, [[0.0, 0.0]] * depth)
-
-
-def _reach_of(n: int, seen: list[list[float]]) -> int:
-    reach, share = 0, 1.0
-    usual = USUAL[min(n, 3)]
-    for right, tried in seen:
-        share *= (right + WEIGHT * usual) / (tried + WEIGHT)
-        if share < LEAST:
-            break
-        reach += 1
-    return reach
+    def _reach(self, n: int, learned: bool = True) -> int:
+        """Return how many tokens to propose after a match of n, by what was learned, or else by the usual shares."""
+        reach, share = 0, 1.0
+        usual = USUAL[min(n, 3)]
+        for right, tried in self._seen[n]:
+            share *= (right + WEIGHT * usual) / (tried + WEIGHT) if learned else usual
+            if share < LEAST:
+                break
+            reach += 1
+        return reach
 
 
 def tree_of(guesses: list[list[int]], root_B: torch.Tensor) -> Tree:

@@ -231,6 +231,10 @@ def test_shapes_that_hold_answers(tmp_path: Path, row: Any, messages: str) -> No
 
 
 UNFIT = [
+    (
+        {"conversations": {"from": ["human", "gpt", "human"], "value": ["q", "a"]}},
+        "conversation is not a list of messages",
+    ),
     ({"messages": [ASKED, RESULT, SAID]}, "tool turn that no call asked for"),
     ({"messages": [ASKED, call(), RESULT, ASKED, SAID]}, "tool turn without an answer to it"),
     ({"messages": [ASKED, call(), ASKED, SAID]}, "tool call without a result"),

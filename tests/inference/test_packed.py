@@ -54,7 +54,8 @@ class Projections(torch.nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(16, n, bias=bias) for n in (24, 8, 8))
 
     def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [m(x) for m, x in zip((self.q_proj, self.k_proj, self.v_proj), inputs, strict=False)]
+        layers = (self.q_proj, self.k_proj, self.v_proj)[: len(inputs)]
+        return [m(x) for m, x in zip(layers, inputs, strict=True)]
 
 
 @pytest.mark.parametrize("bias", [True, False])
