@@ -30,7 +30,7 @@ from headway.inference.draft import Draws
 from headway.inference.drafter import Ask, Committed, Drafter, as_drafter
 from headway.inference.economy import Economy
 from headway.inference.sampling import Settings, check_chosen, choose, process
-from headway.inference.target import Target
+from headway.inference.target import Target, pass_tokens
 from headway.inference.tree import Policy, Tree
 from headway.inference.verify import walk_exact, walk_exact_rows, walk_greedy, walk_typical
 
@@ -184,7 +184,7 @@ def generate(
             entering, more = _entering(waiting, free)
         # A recurrent state cannot drop padding, so there each prompt is read by itself.
         alone = target.mode == "replay"
-        groups = [[r] for r in entering] if alone else _like_length(entering, PASS_TOKENS.get(target.device.type, 256))
+        groups = [[r] for r in entering] if alone else _like_length(entering, pass_tokens(target.device))
         for group in groups:
             yield from batch.admit(group)
         if batch.rows:
@@ -245,8 +245,6 @@ MOST_BEHIND = 8192
 """Tokens of all rows that a drafter may be behind while it does not draft; their features are kept for it."""
 PREFILL_TOKENS = 2048
 """Most prompt tokens prefilled in one pass."""
-PASS_TOKENS = {"cpu": 24, "cuda": 256}
-"""What a pass costs beside its tokens, in tokens: reading the weights, mostly."""
 
 
 def _like_length(requests: list[Request], pass_tokens: int) -> list[list[Request]]:
@@ -478,9 +476,12 @@ class _Batch:
         # Under typical acceptance the answer depends on what is drafted: there the clock has no say.
         lossy = any(row.settings.accept == "typical" and not row.settings.greedy for row in self.rows)
         drafting = drafter is not None and (self.economy is None or lossy or self.economy.drafts(len(self.rows)))
+        began = perf_counter()
         if drafting and self.read < len(self.rows):
             self._catch_up()  # prompts are no part of a round
-        began = perf_counter()
+            if self.economy is not None:
+                self.economy.read(len(self.rows), perf_counter() - began)
+            began = perf_counter()
         begin = self._now()
         if drafter is not None and drafting:
             self._catch_up()

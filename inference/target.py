@@ -43,6 +43,8 @@ from headway.inference.replay import ReplayCache
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
+PASS_TOKENS = {"cpu": 24, "cuda": 256}
+"""What a pass costs beside its tokens, in tokens: reading the weights, mostly."""
 FEW_TOKENS = 8
 """Tokens in a pass of speculative decoding, about: what the dtype `auto` is chosen for unless told otherwise."""
 
@@ -366,6 +368,11 @@ class Target:
 
 
 @functools.cache
+def pass_tokens(device: torch.device) -> int:
+    """Return how many tokens a pass costs beside its own."""
+    return PASS_TOKENS.get(device.type, 256)
+
+
 def fast_dtype(device: str, tokens: int = FEW_TOKENS, training: bool = False) -> str:
     """Return the dtype in which passes of that many tokens, or with `training` steps, are fast on the device.
 

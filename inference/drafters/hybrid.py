@@ -6,7 +6,7 @@ import torch
 
 from headway.heads.common.protocol import State
 from headway.inference.drafter import Ask, Committed, Drafter
-from headway.inference.drafters.ngram import NgramDrafter, tree_of
+from headway.inference.drafters.ngram import NgramDrafter, cut_to_pay, tree_of
 from headway.inference.target import Target
 from headway.inference.tree import Tree
 
@@ -35,10 +35,12 @@ class HybridDrafter(Drafter):
     def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
         """Return the found chain of each row that has one, the other drafter's tree of the rest."""
         looked, others = state
-        guesses = self.ngram.guesses(looked, ask)
+        found = self.ngram.guesses(looked, ask)
+        guesses = cut_to_pay(found, ask)
         if all(guesses):
             return tree_of(guesses, ask.root_B), state
         tree, others = self.other.propose(others, ask)
+        guesses = cut_to_pay(found, ask, free=tree.token_BN.shape[1] - 1)
         return (_replaced(tree, guesses, ask.root_B) if any(guesses) else tree), (looked, others)
 
     def select_rows(self, state: State, kept: list[int]) -> State:

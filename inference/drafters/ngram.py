@@ -14,7 +14,7 @@ import torch
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import State
 from headway.inference.drafter import Ask, Committed, Drafter
-from headway.inference.target import Target
+from headway.inference.target import Target, pass_tokens
 from headway.inference.tree import Tree
 
 LEAST = 0.2
@@ -23,6 +23,15 @@ USUAL = {1: 0.5, 2: 0.6, 3: 0.75}
 """How often one more guess is right, by the tokens that matched, before any was seen; more than three as three."""
 WEIGHT = 6.0
 """Guesses that this belief counts for."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a row's text suggests comes next."""
+
+    tokens: list[int]
+    shares: list[float]
+    """Of each token, how often a guess as deep as that is right, and all before it."""
 
 
 @dataclass
@@ -65,11 +74,11 @@ class NgramDrafter(Drafter):
         return [Index() for _ in range(rows)] if state is None else state
 
     def propose(self, state: State, ask: Ask) -> tuple[Tree, State]:
-        """Return a chain per row, as long as the longest; a row without a match has the root alone."""
-        return tree_of(self.guesses(state, ask), ask.root_B), state
+        """Return a chain per row, as long as the longest that pays; a row without a match has the root alone."""
+        return tree_of(cut_to_pay(self.guesses(state, ask), ask), ask.root_B), state
 
-    def guesses(self, state: list[Index], ask: Ask) -> list[list[int]]:
-        """Return the proposed tokens of each row, none where nothing matched."""
+    def guesses(self, state: list[Index], ask: Ask) -> list[Guess]:
+        """Return what each row's text suggests, nothing where nothing matched."""
         return [self._guess(index, history, ask.lossy) for index, history in zip(state, ask.histories, strict=True)]
 
     def select_rows(self, state: State, kept: list[int]) -> State:
@@ -80,7 +89,7 @@ class NgramDrafter(Drafter):
         """Append the other rows' indices."""
         return [*state, *other]
 
-    def _guess(self, index: Index, history: list[int], lossy: bool) -> list[int]:
+    def _guess(self, index: Index, history: list[int], lossy: bool) -> Guess:
         self._learn(index, history)
         sizes = range(self.shortest, self.longest + 1)
         # A run that ends the text has nothing after it yet.
@@ -90,15 +99,17 @@ class NgramDrafter(Drafter):
                     index.end[tuple(history[end - n : end])] = end
         index.size = max(index.size, len(history) - 1)
         index.guess, index.proposed_at = [], len(history)
+        shares: list[float] = []
         for n in reversed(sizes):
             at = index.end.get(tuple(history[-n:])) if len(history) >= n else None
             if at is not None:
                 index.matched = n
-                for d in range(self._reach(n, learned=not lossy)):
+                shares = self._shares(n, learned=not lossy)
+                for d in range(len(shares)):
                     # What followed may run into the proposal itself: text that repeats goes on repeating.
                     index.guess.append(history[at + d] if at + d < len(history) else index.guess[at + d - len(history)])
                 break
-        return index.guess
+        return Guess(index.guess, shares)
 
     def _learn(self, index: Index, history: list[int]) -> None:
         """Count how far the last proposal was right."""
@@ -110,16 +121,36 @@ class NgramDrafter(Drafter):
                 return
             seen[0] += 1
 
-    def _reach(self, n: int, learned: bool = True) -> int:
-        """Return how many tokens to propose after a match of n, by what was learned, or else by the usual shares."""
-        reach, share = 0, 1.0
+    def _shares(self, n: int, learned: bool = True) -> list[float]:
+        """Return how often a guess after a match of n is right to each depth, by what was learned, or else by the usual shares;
+        it ends where that is less than LEAST."""
+        shares, share = [], 1.0
         usual = USUAL[min(n, 3)]
         for right, tried in self._seen[n]:
             share *= (right + WEIGHT * usual) / (tried + WEIGHT) if learned else usual
             if share < LEAST:
                 break
-            reach += 1
-        return reach
+            shares.append(share)
+        return shares
+
+
+def cut_to_pay(guesses: list[Guess], ask: Ask, free: int = 0) -> list[list[int]]:
+    """Return the guessed tokens of each row, cut to one depth: that which gains the rows most tokens for what the pass costs.
+
+    A pass over B rows is as wide as its longest row and costs `pass_tokens` + B x width, so one row's long guess is paid by all.
+    The first `free` tokens cost nothing, as the pass has that width already. Lossy acceptance takes all of every guess: there a
+    row's answer may not depend on the rows beside it.
+    """
+    depth = max((len(guess.tokens) for guess in guesses), default=0)
+    if not ask.lossy and depth > free:
+        rows, fixed = len(guesses), pass_tokens(ask.root_B.device)
+
+        def pays(width: int) -> float:
+            gained = sum(sum(guess.shares[:width]) for guess in guesses)
+            return (rows + gained) / (fixed + rows * (1 + width))
+
+        depth = max(range(free, depth + 1), key=pays)
+    return [guess.tokens[:depth] for guess in guesses]
 
 
 def tree_of(guesses: list[list[int]], root_B: torch.Tensor) -> Tree:

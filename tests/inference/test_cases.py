@@ -283,9 +283,14 @@ def test_typical_rows_of_a_batch_are_those_alone(
     ]
     together = {r.id: r for r in generate(four[mode], requests, head=drafter(), batch_size=3)}
     assert max(n for r in together.values() for n in r.accepted_per_round) > 1
+    usual = NgramDrafter._shares
+
+    def misled(self: NgramDrafter, n: int, learned: bool = True) -> list[float]:
+        return [1.0] if learned else usual(self, n, False)
+
     for learned in (False, True):
         if learned:
-            monkeypatch.setattr(NgramDrafter, "_reach", lambda self, n: 1)
+            monkeypatch.setattr(NgramDrafter, "_shares", misled)
         for request in requests:
             (alone,) = generate(four[mode], [request], head=drafter())
             assert together[request.id].token_ids == alone.token_ids, (request.id, learned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.inference.drafter import Ask, Committed, Drafter, HeadDrafter
 from headway.inference.drafters.draft_model import WAITING, ModelDrafter
 from headway.inference.drafters.hybrid import HybridDrafter
-from headway.inference.drafters.ngram import NgramDrafter
+from headway.inference.drafters.ngram import Guess, NgramDrafter, cut_to_pay
 from headway.inference.generate import Request, Result, generate, plain
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -134,28 +135,28 @@ def ask(*histories: list[int]) -> Ask:
 
 def test_ngram_takes_the_longest_match_and_the_newest_place() -> None:
     drafter = NgramDrafter(depth=3, longest=3, shortest=1)
-    drafter._reach = lambda n: drafter.depth  # type: ignore[method-assign]
+    drafter._shares = lambda n, learned: [0.5] * drafter.depth  # type: ignore[method-assign]
     text = [1, 2, 3, 7, 9, 2, 3, 8, 9, 3, 5, 1, 2, 3]
     (guess,) = drafter.guesses(drafter.start(None, None, 1), ask(text))  # type: ignore[arg-type]
-    assert guess == [7, 9, 2]  # 1 2 3 stood first; 2 3 -> 8 and 3 -> 5 are nearer and shorter
+    assert guess.tokens == [7, 9, 2]  # 1 2 3 stood first; 2 3 -> 8 and 3 -> 5 are nearer and shorter
     (guess,) = drafter.guesses(drafter.start(None, None, 1), ask(text[1:]))  # type: ignore[arg-type]
-    assert guess == [8, 9, 3]
+    assert guess.tokens == [8, 9, 3]
     (guess,) = drafter.guesses(drafter.start(None, None, 1), ask([4, 4]))  # type: ignore[arg-type]
-    assert guess == [4, 4, 4]  # a text that repeats goes on repeating
+    assert guess.tokens == [4, 4, 4]  # a text that repeats goes on repeating
     (guess,) = drafter.guesses(drafter.start(None, None, 1), ask([1, 2, 3]))  # type: ignore[arg-type]
-    assert guess == []
+    assert guess.tokens == []
 
 
 def test_ngram_reads_only_what_is_new() -> None:
     """An index that grows with its text finds what one made at once finds."""
     text = torch.randint(0, 4, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     grown = NgramDrafter(depth=4, longest=4, shortest=2)
-    grown._reach = lambda n: 4  # type: ignore[method-assign]
+    grown._shares = lambda n, learned: [0.5] * 4  # type: ignore[method-assign]
     state = grown.start(None, None, 1)  # type: ignore[arg-type]
     end = 1
     while end < len(text):
         fresh = NgramDrafter(depth=4, longest=4, shortest=2)
-        fresh._reach = lambda n: 4  # type: ignore[method-assign]
+        fresh._shares = lambda n, learned: [0.5] * 4  # type: ignore[method-assign]
         want = fresh.guesses(fresh.start(None, None, 1), ask(text[:end]))  # type: ignore[arg-type]
         assert grown.guesses(state, ask(text[:end])) == want
         end += 1 + end % 3
@@ -163,14 +164,31 @@ def test_ngram_reads_only_what_is_new() -> None:
 
 def test_ngram_learns_how_far_to_follow() -> None:
     drafter = NgramDrafter(depth=8, longest=2, shortest=2)
-    before = drafter._reach(2)
+    before = len(drafter._shares(2))
     right = NgramDrafter(depth=8, longest=2, shortest=2)
     for d in (drafter, right):
         state, text = d.start(None, None, 1), [1, 2]  # type: ignore[arg-type]
         for i in range(60):
             d.guesses(state, ask(text))
             text += [1, 2] * 4 if d is right else [20 + i, 1, 2]
-    assert drafter._reach(2) < before < right._reach(2) == 8
+    assert len(drafter._shares(2)) < before < len(right._shares(2)) == 8
+
+
+def test_a_long_guess_is_cut_where_all_rows_would_pay_for_it() -> None:
+    sure, none = Guess([1] * 8, [0.9**d for d in range(1, 9)]), Guess([], [])
+
+    def widths(*guesses: Guess, lossy: bool = False, free: int = 0) -> list[int]:
+        asked = replace(ask(*([0] for _ in guesses)), lossy=lossy)
+        return [len(tokens) for tokens in cut_to_pay(list(guesses), asked, free)]
+
+    assert widths(sure) == [8]
+    assert widths(sure, none, none, none, none, none, none, none) == [0] * 8
+    assert 0 < widths(sure, none)[0] <= 8
+    assert widths(*[sure] * 8)[0] > 1
+    assert widths(none) == [0]
+    # What is there anyway is used; lossy acceptance may not depend on other rows.
+    assert widths(sure, *[none] * 7, free=3) == [3] + [0] * 7
+    assert widths(sure, *[none] * 7, lossy=True) == [8] + [0] * 7
 
 
 def test_ngram_helps_where_the_text_repeats(twelve: Target) -> None:

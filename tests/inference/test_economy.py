@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from headway.inference import generate as decoding
 from headway.inference.drafter import Drafter, as_drafter
 from headway.inference.drafters.draft_model import ModelDrafter
 from headway.inference.drafters.ngram import NgramDrafter
-from headway.inference.economy import ENOUGH, Economy, Price
+from headway.inference.economy import ENOUGH, PROBE, Economy, Price
 from headway.inference.generate import Request, Result, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -32,20 +33,22 @@ def drive(economy: Economy, rounds: int, accepted: float, cost: float, rows: int
 
 def test_drafting_that_pays_stays_on() -> None:
     drafted = drive(Economy(), 500, accepted=2.0, cost=1.3)
-    assert drafted[:ENOUGH] == [True] * ENOUGH
-    assert drafted.count(False) == 3  # to find out what a plain round costs
+    # By turns, to find out what a plain round costs beside a drafted one.
+    assert drafted[: 2 * ENOUGH - 1] == ([True, False] * ENOUGH)[:-1]
+    assert all(drafted[2 * ENOUGH - 1 : ENOUGH + PROBE])
+    assert drafted[2 * ENOUGH :].count(False) < 500 / PROBE  # and now and then since
 
 
-def test_drafting_that_was_priced_is_not_priced_again() -> None:
-    assert all(drive(Economy({1: Price(1.3, 2.0)}), 500, accepted=2.0, cost=1.3))
+def test_drafting_that_was_priced_begins_at_once() -> None:
+    drafted = drive(Economy({1: Price(1.3, 2.0)}), 500, accepted=2.0, cost=1.3)
+    assert all(drafted[:PROBE])
+    assert drafted.count(False) < 500 / PROBE
 
 
 @pytest.mark.parametrize("prices", [None, {1: Price(1.3, 1.5)}])
 def test_drafting_that_does_not_pay_goes_off(prices: dict[int, Price] | None) -> None:
     drafted = drive(Economy(prices), 2000, accepted=1.05, cost=1.5)
-    assert sum(drafted[:ENOUGH]) == ENOUGH
-    first_off = drafted.index(False)
-    assert first_off <= ENOUGH
+    assert drafted[0]
     # Trials get rarer: the loss is small in the first thousand rounds and smaller in the second.
     assert sum(drafted[:1000]) < 60
     assert sum(drafted[1000:]) < 20
@@ -56,9 +59,34 @@ def test_drafting_that_did_not_pay_when_tuned_begins_off_and_is_tried() -> None:
     economy = Economy(prices)
     for rows in (2, 4, 16):
         assert not any(drive(economy, 64, accepted=1.5, cost=1.8, rows=rows))
-    assert all(drive(economy, 64, accepted=2.0, cost=1.3))
+    assert all(drive(economy, PROBE, accepted=2.0, cost=1.3))
     # On text that the head knows better than the calibration prompts.
-    assert all(drive(Economy(prices), 800, accepted=3.0, cost=1.8, rows=4)[-200:])
+    assert sum(drive(Economy(prices), 800, accepted=3.0, cost=1.8, rows=4)[-200:]) > 190
+
+
+@pytest.mark.parametrize("gain", [0.6, 0.8, 0.95, 1.0, 1.1, 1.3])
+@pytest.mark.parametrize("off", [None, 0.9, 1.0, 1.1])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_nothing_is_slower_than_plain(rows: int, off: float | None, gain: float) -> None:
+    """On a machine that is half as fast for a while and fast again, with prices that are right or off by a tenth."""
+    chance, accepted, held_to_plain = random.Random(0), 1.5, []
+    for _ in range(8):
+        economy = Economy(None if off is None else {rows: Price(accepted / gain / off, accepted)})
+        spent, alone, spell, pace, missed = 0.0, 0.0, 0, 1.0, 0
+        for _ in range(500):
+            if not spell:
+                spell, pace = chance.randint(10, 80), chance.choice([1.0, 1.0, 1.5])
+            spell -= 1
+            on = economy.drafts(rows)
+            tokens = [1 + on * (chance.random() < 0.3) + on * (chance.random() < 0.2) for _ in range(rows)]
+            seconds = pace * max(0.8, chance.gauss(1, 0.06)) * (accepted / gain if on else 1.0)
+            seconds += pace * (on and missed > 1)  # what was missed is read
+            economy.count(rows, on, on, tokens, seconds)
+            spent, alone, missed = spent + seconds, alone + pace * sum(tokens) / rows, 0 if on else missed + 1
+        held_to_plain.append(alone / spent)
+    assert sum(held_to_plain) / 8 > 0.97
+    if gain > 1.2:
+        assert sum(held_to_plain) / 8 > 0.93 * gain
 
 
 @pytest.mark.parametrize("prices", [None, {4: Price(2.5, 1.5)}])
@@ -67,6 +95,17 @@ def test_trials_cost_little(prices: dict[int, Price] | None) -> None:
     assert any(drafted)
     seconds = sum(2.5 if on else 1.0 for on in drafted)
     assert seconds < 1.03 * sum(1.5 if on else 1.0 for on in drafted)
+
+
+def test_what_reading_costs_makes_trials_rarer() -> None:
+    economies = Economy(), Economy()
+    for economy in economies:
+        for _ in range(1000):
+            on = economy.drafts(4)
+            if on and economy is economies[1]:
+                economy.read(4, 0.04)
+            economy.count(4, on, on, [1] * 4, 0.03 if on else 0.02)
+    assert economies[1].drafted < economies[0].drafted
 
 
 def test_a_lookup_that_finds_nothing_is_a_plain_round() -> None:
@@ -84,14 +123,14 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
     economy = Economy()
     drive(economy, 300, accepted=1.0, cost=1.5)
     drafted = drive(economy, 600, accepted=2.5, cost=1.5)
-    assert all(drafted[-200:])
+    assert sum(drafted[-200:]) > 190
 
 
 def test_each_number_of_rows_is_judged_apart() -> None:
     economy = Economy()
     for _ in range(5):
         one, many = drive(economy, 100, 2.0, 1.3), drive(economy, 100, 2.0, 2.6, rows=8)
-    assert all(one)
+    assert sum(one) > 94
     assert sum(many) < 10
     assert drive(economy, 1, 2.0, 2.6, rows=7) == [many[-1]]  # about as many
 
