@@ -73,10 +73,12 @@ def headway_generate(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         show = (lambda request, tokens: streamer.put(torch.tensor(tokens))) if streamer is not None else None
-        results = generate(target, requests, head=head, policy=policy, batch_size=B, on_tokens=show)
-        answers = {result.id: result.token_ids for result in results}
-        if streamer is not None:
-            streamer.end()
+        try:
+            results = generate(target, requests, head=head, policy=policy, batch_size=B, on_tokens=show)
+            answers = {result.id: result.token_ids for result in results}
+        finally:
+            if streamer is not None:
+                streamer.end()  # after an error too: another thread may wait for it
         width = max(map(len, answers.values()))
         padded = [answers[b] + [_pad(config)] * (width - len(answers[b])) for b in range(B)]
         return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)

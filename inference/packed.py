@@ -6,8 +6,8 @@ Weights that do not change are rearranged once. It costs a second copy of them i
 
 float32 and bfloat16 are packed; bfloat16 only where oneDNN multiplies in it.
 
-Queries, keys and values of one layer are one product: for one token of SmolLM2-135M, in bfloat16 on two cores, 0.10 ms in place of
-0.15.
+Queries, keys and values of one layer are one product: for SmolLM2-135M in bfloat16 on two cores a pass of one token takes 45 ms in
+place of 48, of six 57 in place of 59 (means of passes by turns; the fastest passes are equal).
 """
 
 from __future__ import annotations

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria, TextStreamer
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from headway import headway_generate
 from headway.heads.common.errors import HeadwayError
@@ -104,6 +111,16 @@ def test_streamer(twelve: Target, capsys: pytest.CaptureFixture[str]) -> None:
     loop = headway_generate(twelve, random_head("medusa", twelve), streamer=TextStreamer(tokenizer, skip_prompt=True))
     out = twelve.model.generate(**batch(PROMPTS[0]), custom_generate=loop, do_sample=False, max_new_tokens=20, **NO_END)
     assert capsys.readouterr().out.strip() == tokenizer.decode(out[0, len(PROMPTS[0]) :]).strip()
+
+
+def test_a_streamer_ends_after_an_error_too(twelve: Target) -> None:
+    """Another thread reads it, and would wait for ever."""
+    streamer = TextIteratorStreamer(byte_tokenizer(), timeout=0.1)  # type: ignore[arg-type]
+    loop = headway_generate(twelve, streamer=streamer)
+    nothing = LogitsProcessorList([lambda ids, scores: torch.full_like(scores, float("nan"))])
+    with pytest.raises(HeadwayError, match="NaN"):
+        twelve.model.generate(**batch(PROMPTS[0]), custom_generate=loop, logits_processor=nothing, **NO_END)
+    list(streamer)
 
 
 @pytest.mark.parametrize(
