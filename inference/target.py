@@ -367,12 +367,12 @@ class Target:
                 handle.remove()
 
 
-@functools.cache
 def pass_tokens(device: torch.device) -> int:
     """Return how many tokens a pass costs beside its own."""
     return PASS_TOKENS.get(device.type, 256)
 
 
+@functools.cache
 def fast_dtype(device: str, tokens: int = FEW_TOKENS, training: bool = False) -> str:
     """Return the dtype in which passes of that many tokens, or with `training` steps, are fast on the device.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 from collections import Counter
@@ -426,11 +428,9 @@ def test_a_breaker_lets_one_try_after_each_cool_down() -> None:
 
 
 def test_an_interrupted_run_says_what_is_safe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import _thread
-
     def script(body: Body, attempt: int) -> str:
         if body["messages"][-1]["content"] == "3":
-            threading.Timer(0.02, _thread.interrupt_main).start()
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
             return "hang"
         return ""
 
