@@ -1,13 +1,9 @@
-"""What made a run: code, versions, devices, command, data. Kept in run.json; no secret of a command is.
-
-A command's words are kept as given, but for what is a key by its name (`x_token=`, `--api-key`) or by its look.
-"""
+"""What made a run: code, versions, devices, command, data. Kept in run.json; no secret of a command is (redact.py)."""
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -23,6 +19,7 @@ from headway.data.manifest import digest_file, read_json
 from headway.data.recorded import FOLDER
 from headway.inference.bench import cpu_name
 from headway.train.config import TrainConfig
+from headway.train.redact import without_secrets
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
@@ -31,12 +28,6 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "tokenizers", "datasets", "numpy")
 ROOT = Path(__file__).resolve().parent.parent
 """Of a checkout; of an installed package its own folder."""
-REMOVED = "(removed)"
-_SECRET_NAME = re.compile(r"(?:.*[._-])?(?:token|(?:api)?key|password|passwd|secret|credentials?|authorization)", re.I)
-"""A name that ends so: hf_token, --api-key; not tokens_per_batch, token_weight or top_k."""
-_SECRET_LOOK = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|ghp_\w{16,}|eyJ[\w-]{16,}\.[\w.-]+)")
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
-_URL_QUERY = re.compile(r"([?&]([\w.-]+)=)[^&#\s]+")
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
@@ -109,29 +100,6 @@ def host() -> dict[str, Any]:
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         found["cuda"] = torch.version.cuda or torch.version.hip
     return found
-
-
-def without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return the words of a command; the value of `--a-key X`, `--a-key=X` and `a.key=X`, and what looks like one, removed."""
-    kept: list[str] = []
-    hide_next = False
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        if hide_next and not word.startswith("--"):
-            kept.append(REMOVED)
-        elif equals and _SECRET_NAME.fullmatch(name.lstrip("-")):
-            kept.append(f"{name}={REMOVED}")
-        else:
-            kept.append(hide_secrets(word))
-        hide_next = word.startswith("--") and not equals and bool(_SECRET_NAME.fullmatch(name.lstrip("-")))
-    return kept
-
-
-def hide_secrets(text: str) -> str:
-    """Return the text without logins and keys in URLs, and without what looks like a key."""
-    text = _URL_LOGIN.sub(f"{REMOVED}@", text)
-    text = _URL_QUERY.sub(lambda m: m[1] + REMOVED if _SECRET_NAME.fullmatch(m[2]) else m[0], text)
-    return _SECRET_LOOK.sub(REMOVED, text)
 
 
 def data_facts(config: TrainConfig, rows: Rows, target: Target) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from headway.inference.target import Target
 from headway.train import provenance, setup, trackers
 from headway.train.config import TrainConfig
 from headway.train.loop import train
-from headway.train.provenance import REMOVED, without_secrets
+from headway.train.redact import REMOVED, without_secrets
 
 Make = Callable[..., TrainConfig]
 
