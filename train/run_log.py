@@ -91,12 +91,12 @@ def read_run_log(folder: Path | str, name: str | None = None) -> RunLog:
 
 def state(log: RunLog, now: Callable[[], float] = time.time) -> str:
     """Return how far a run is, in words."""
-    total = log.run["total_steps"]
+    total: Any = log.run["total_steps"]
     if (log.folder / "head" / "config.json").is_file():
         return f"finished: {spell_count(log.metrics.get('steps', total))} steps"
     if not log.steps and not log.evaluations:
         return "begun; no step is logged yet"
-    step = max(row["step"] for row in [*log.steps, *log.evaluations])
+    step: Any = max(row["step"] for row in [*log.steps, *log.evaluations])
     share = f" ({step / total:.0%})" if is_number(total) and total > 0 else ""
     age = spell_time(max(0.0, now() - (log.folder / "log.jsonl").stat().st_mtime))
     left = log.last("left_seconds")
