@@ -51,6 +51,7 @@ table { border-collapse: collapse; font-size: 14px; } .wide { overflow-x: auto; 
 caption { text-align: left; color: var(--dim); padding-bottom: .2rem; }
 th, td { text-align: right; padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th:first-child, td:first-child, .left td { text-align: left; } th { font-weight: 600; }
+td, caption { overflow-wrap: anywhere; }
 .differs td { background: var(--mark); }
 details { margin: .5rem 0; } summary { cursor: pointer; }
 </style>
@@ -82,7 +83,7 @@ details { margin: .5rem 0; } summary { cursor: pointer; }
 {% macro table_of(table, style="") %}
 <div class="wide"><table{% if style %} class="{{ style }}"{% endif %}>
 {% if table.title %}<caption>{{ table.title }}</caption>{% endif %}
-<thead><tr>{% for cell in table.heading %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
+{% if table.heading|join %}<thead><tr>{% for cell in table.heading %}<th>{{ cell }}</th>{% endfor %}</tr></thead>{% endif %}
 <tbody>
 {% for row in table.rows %}
 <tr{% if style and row[1:]|unique|list|length > 1 %} class="differs"{% endif %}>

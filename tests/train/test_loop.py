@@ -456,6 +456,7 @@ def test_two_processes_train_one_head(tmp_path: Path, dialogs: Path, tiny: Targe
     command += ["--config_file", str(ROOT / "recipes" / "accelerate" / "cpu.yaml"), "--main_process_port", "0"]
     command += [str(ROOT / "train" / "train_heads.py"), str(ROOT / "recipes" / "tiny" / "eagle3.yaml")]
     command += [f"target={tmp_path / 'tiny'}", f"dialogs={dialogs}", f"out={tmp_path / 'run'}", "max_steps=3"]
+    command += ["tracker=tensorboard"]  # which is ended on one process while the other waits
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
