@@ -985,6 +985,18 @@ def train_command(
     raise typer.Exit(train([recipe, *(overrides or []), *(["--estimate", *given] if estimate else [])]))
 
 
+@command("report")
+def report_command(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders; several are overlaid.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; of one run report.html in its folder.")] = None,
+    by: Annotated[str, typer.Option(help="What the curves run along: steps, tokens or minutes.")] = "steps",
+) -> None:
+    """Make one HTML page of a run, finished or not: curves, figures, recipe, origin; nothing is loaded from elsewhere."""
+    from headway.train.report import report
+
+    print(f"headway: wrote {report(runs, out, by)}", file=sys.stderr)
+
+
 @command("capture")
 def capture_command(
     target: TargetOption,

@@ -364,7 +364,7 @@ def begin_report(target: Target, command: str) -> dict[str, Any]:
 def environment(target: Target) -> dict[str, Any]:
     """Return what the figures depend on beside the code: dtype, device, threads, versions."""
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "dtype": target.dtype_name,
         "device": f"{device.type}: {name}",
@@ -379,7 +379,8 @@ def environment(target: Target) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return what the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

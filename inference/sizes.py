@@ -25,7 +25,8 @@ class Sizes:
     num_weights: int
     """All weights, those of experts that a token does not visit included."""
     num_active: int
-    """Weights that a token is multiplied with on its way to the last feature: neither embedding nor LM head."""
+    """Weights that a token is multiplied with on its way to the last feature: neither embedding nor LM head, nor what reads
+    pictures or sound beside the text model."""
 
     def pass_flops(self, context: float) -> float:
         """Return the floating-point operations of one token on its way to the last feature, `context` tokens before it."""
@@ -52,12 +53,22 @@ def read_sizes(name: str | Path, *, revision: str | None = None) -> Sizes:
     except (ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError, StrictDataclassError) as e:
         raise HeadwayError(f"cannot lay out {name} from its config: {' '.join(str(e).split())}") from e
     weights = {name: weight.numel() for name, weight in model.named_parameters()}
-    apart = _numel(model.get_input_embeddings())
-    out = model.get_output_embeddings()
-    if out is not None and out.weight is not getattr(model.get_input_embeddings(), "weight", None):
-        apart += _numel(out)
+    apart = {
+        id(weight)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        if module is not None
+        for weight in module.parameters()
+    }
+    if config.get_text_config() is not config:
+        apart |= {id(weight) for weight in model.parameters()} - {
+            id(weight) for weight in model.get_decoder().parameters()
+        }
     share = _expert_share(config.get_text_config())
-    active = sum(size * share if ".experts." in name else size for name, size in weights.items()) - apart
+    active = sum(
+        weight.numel() * (share if ".experts." in name else 1.0)
+        for name, weight in model.named_parameters()
+        if id(weight) not in apart
+    )
     return Sizes(info, sum(weights.values()), round(active))
 
 
@@ -74,10 +85,6 @@ def empty_frozen(info: TargetInfo) -> Frozen:
         logits=logits,
         lm_head_weight=lambda: embedding,
     )
-
-
-def _numel(module: Any) -> int:
-    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 
 
 def _expert_share(config: Any) -> float:

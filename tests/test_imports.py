@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ["heads", "inference", "data", "train"]
-OPTIONAL = ["deepspeed", "gguf", "matplotlib", "peft", "tensorboard", "wandb"]
+OPTIONAL = ["deepspeed", "gguf", "matplotlib", "peft", "tensorboard", "trackio", "wandb"]
 FILES = sorted(p for folder in ORDER for p in (ROOT / folder).rglob("*.py"))
 
 

@@ -102,7 +102,7 @@ class TrainConfig:
     target_device: str | None = None
     """Device of the target, such as cuda:1, where the head has one of its own: the features of the next batch are computed
     while the head trains on this one. Not given, both share a device."""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Where figures go besides log.jsonl."""
 
     def __post_init__(self) -> None:

@@ -45,7 +45,19 @@ GPUS = {
     "A100": (312, 80), "A100-40G": (312, 40), "A10": (125, 24), "B200": (2250, 180), "H100": (989, 80), "H200": (989, 141),
     "L4": (121, 24), "L40S": (362, 48), "MI300X": (1307, 192), "RTX3090": (71, 24), "RTX4090": (165, 24), "V100": (125, 32),
 }  # fmt: skip
-"""The makers' figures: dense tensor operations in 16 bits, 10^12 a second, and GB of memory."""
+"""The makers' figures: dense tensor operations in 16 bits with sums in 32, 10^12 a second, and GB of memory.
+
+Checked, where data sheets quote a figure with sparsity against half of it:
+A100: NVIDIA data sheet nvidia-a100-datasheet-us-nvidia-1758950-r4, as tabled on glennklockwood.com/garden/processors/A100.
+H100, H200 (SXM; a PCIe card is slower), B200 (HGX at 1000 W): the same site's pages H100 and B200, of NVIDIA's white papers and
+data sheets. B200 has 180 GB of its 192 in DGX and HGX systems, as emergentmind.com/topics/amd-mi300x-gpu quotes.
+L40S: 362.05 | 733 with sparsity, in NVIDIA's table on mullet.se/product.html?product_id=355414. L4: 242 with sparsity,
+grokipedia.com/page/NVIDIA_L4_vs_L40S. MI300X: 1307.4, the specifications in github.com/alpharomercoma/MI300X-vs-H200.
+RTX4090: 165.15, waredb.com/processor/nvidia-geforce-rtx-4090. RTX3090: half of the 142 with sums in 16 bits that
+holynerdvana.blogspot.com quotes, the ratio that hmc-tech.com has for the 3090 Ti.
+V100 (SXM2): developer.nvidia.com/programming-tensor-cores-cuda-9-0.
+Not verified: A10's 125 (its 24 GB are); no sheet with it was at hand.
+"""
 GPU_SHARE = 0.35
 """Share of the maker's figure that training reaches, taken for all of them. An assumption."""
 CPU_SHARE = 0.5

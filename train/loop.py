@@ -28,6 +28,7 @@ from headway.train.progress import Line, say
 from headway.train.run_folder import RunFolder
 from headway.train.schedule import learning_rate
 from headway.train.setup import Run, finished, prepare
+from headway.train.trackers import end_tracking, send
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
@@ -62,6 +63,7 @@ def train(
     finally:
         if run is not None:
             run.train.close()
+            end_tracking(run.accelerator)
         folder.release()
 
 
@@ -116,7 +118,12 @@ def steps(run: Run) -> dict[str, Any]:
             figures = summarise(reports)
             tokens, skipped = everywhere(accelerator, figures["tokens"], config.grad_accum - len(reports))
             if is_due(progress.step + 1, config.log_every):
-                log(run, {"step": progress.step + 1, "lr": lr, "grad_norm": float(norm or 0.0), **figures}, seconds)
+                pace = line.pace(progress, tokens, seconds)
+                log(
+                    run,
+                    {"step": progress.step + 1, "lr": lr, "grad_norm": float(norm or 0.0), **figures, **pace},
+                    seconds,
+                )
 
             # advance
             progress.step += 1
@@ -178,7 +185,7 @@ def summarise(reports: list[LossReport]) -> dict[str, Any]:
 def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
     """Return the figures on held-out rows; the main process computes them, the others wait."""
     metrics: dict[str, Any] = {}
-    config = run.config
+    config, begin = run.config, time.perf_counter()
     if run.accelerator.is_main_process and run.rows.held_out:
         run.head.eval()
         run.train.settle()
@@ -186,6 +193,7 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
         metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.head, held_out).items()}
         room = run.target.max_positions - config.eval_tokens
         prompts = choose_prompts(run.rows.held_out, config.eval_prompts, room)
+        since = time.perf_counter()
         if prompts and not interrupted.is_set():
             accepted = evaluate_accepted_length(
                 run.target,
@@ -197,7 +205,10 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
                 stop=interrupted.is_set,
             )
             metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}
+            metrics["accepted_seconds"] = round(time.perf_counter() - since, 3)
         run.head.train()
+        metrics["held_out_seconds"] = round(time.perf_counter() - begin, 3)
+        run.progress.eval_seconds += metrics["held_out_seconds"]
         if not interrupted.is_set():  # cut short, it is done again when the run is continued
             say(f"step {run.progress.step}: {spell(metrics)}")
             log(run, {"step": run.progress.step, **metrics})
@@ -228,6 +239,7 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         "steps": run.progress.step,
         "trained_tokens": run.progress.tokens,
         "train_seconds": round(run.progress.seconds, 1),
+        "eval_seconds": round(run.progress.eval_seconds, 1),
         "skipped_batches": run.progress.skipped,
     }
     if run.accelerator.is_main_process:
@@ -243,8 +255,6 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         if run.progress.skipped:
             say(f"{run.progress.skipped} batches had no supervised token and were skipped")
         say(f"head saved in {run.folder.head}")
-    if run.config.tracker != "none":
-        run.accelerator.end_training()
     run.accelerator.wait_for_everyone()
     return metrics
 
@@ -257,9 +267,7 @@ def log(run: Run, figures: dict[str, Any], seconds: float = 0.0) -> None:
     row = {**figures, "total_tokens": total_tokens, "seconds": round(run.progress.seconds + seconds, 3)}
     run.folder.log(row)
     if run.config.tracker != "none":
-        numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
-        lists = {f"{k}/{i}": x for k, v in row.items() if isinstance(v, list) for i, x in enumerate(v)}
-        run.accelerator.log({**numbers, **lists}, step=row["step"])
+        send(run.accelerator, row)
 
 
 def spell(metrics: dict[str, Any]) -> str:

@@ -6,6 +6,9 @@ import sys
 import time
 from typing import Any
 
+import psutil
+import torch
+
 from headway.train.run_folder import Progress
 
 
@@ -29,6 +32,21 @@ class Line:
         start, end = ("\r\x1b[K", "") if self._terminal else ("", "\n")
         print(f"{start}train: {self.text(progress, figures)}", end=end, file=sys.stderr, flush=True)
 
+    def pace(self, progress: Progress, tokens: int, seconds: float) -> dict[str, Any]:
+        """Return the figures of a step of so many tokens and seconds that is not counted yet, averaged over the last steps.
+
+        `tokens_per_s` counts supervised tokens of all processes, `left_seconds` training steps without evaluations;
+        `memory_gib` is the most that a GPU held, on a CPU what the process holds now.
+        """
+        s0, t0 = self._recent[0] if self._recent else (progress.seconds, progress.tokens)
+        s1, t1 = progress.seconds + seconds, progress.tokens + tokens
+        num_steps = max(1, len(self._recent))
+        return {
+            "tokens_per_s": round((t1 - t0) / max(s1 - s0, 1e-9), 2),
+            "left_seconds": round((s1 - s0) / num_steps * (self.total_steps - progress.step - 1), 1),
+            "memory_gib": round(held_memory() / 2**30, 3),
+        }
+
     def text(self, progress: Progress, figures: dict[str, Any]) -> str:
         """Return the line."""
         (s0, t0), (s1, t1) = self._recent[0], self._recent[-1]
@@ -47,6 +65,13 @@ class Line:
         """End the line on a terminal."""
         if self.show and self._terminal:
             print(file=sys.stderr, flush=True)
+
+
+def held_memory() -> int:
+    """Return bytes: the most that this process held on its GPU, without one what it holds now."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 def say(text: str) -> None:

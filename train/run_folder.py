@@ -1,6 +1,6 @@
 """The run folder: what made it, states to continue from, the log. Everything is written aside and renamed.
 
-run.json                 recipe as resolved, command, versions, manifest of the dialogs, number of steps
+run.json                 recipe as resolved, number of steps, and what made the run (provenance.py), its continuations too
 log.jsonl                one row per logged step or evaluation
 state/step-120/          head.safetensors, optimizer.pt, state.json
 head/                    the result
@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -29,6 +26,7 @@ from headway.data.manifest import check_writable, read_json, write_json
 from headway.heads.common.checkpoint import read_tensors, written_aside
 from headway.heads.common.errors import HeadwayError
 from headway.train.config import TrainConfig
+from headway.train.provenance import continuation, provenance
 
 KEEP = 2
 FREE_KEYS = (
@@ -48,6 +46,8 @@ class Progress:
     """Supervised tokens trained on, by all processes."""
     seconds: float = 0.0
     """Time of the training steps, over all continuations."""
+    eval_seconds: float = 0.0
+    """Time of the evaluations, which is not in `seconds`."""
     skipped: int = 0
     """Batches without a supervised token."""
     evaluated_at: int = 0
@@ -105,13 +105,10 @@ class RunFolder:
         self._write_run(
             {
                 "recipe": config.to_json(),
-                "argv": list(argv),
-                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-                "python": platform.python_version(),
+                **provenance(argv),
                 **(facts or {}),
                 "dialogs": manifest,
                 "dialogs_sha256": dialogs_sha256,
-                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "total_steps": None,
             }
         )
@@ -119,6 +116,11 @@ class RunFolder:
     def fix_total(self, total_steps: int) -> None:
         """Record the number of steps of the run."""
         self._write_run({**(self.read_run() or {}), "total_steps": total_steps})
+
+    def note_continued(self, argv: Sequence[str], step: int) -> None:
+        """Record that the run goes on after `step`, by what command, code and machine."""
+        run = self.read_run() or {}
+        self._write_run({**run, "continued": [*run.get("continued", []), continuation(argv, step)]})
 
     def read_run(self) -> dict[str, Any] | None:
         """Return run.json, or None where there is none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +27,10 @@ from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
 from headway.train.progress import say
+from headway.train.provenance import data_facts
 from headway.train.run_folder import Progress, RunFolder, sha256_of
 from headway.train.schedule import steps_by_count, steps_by_time
+from headway.train.trackers import begin_tracking
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
@@ -117,7 +118,7 @@ def prepare(
     total_steps = (saved or {}).get("total_steps")
     if accelerator.is_main_process and saved is None:
         facts = {"dtype": target.dtype_name, "processes": accelerator.num_processes}
-        facts["weights"] = target.fingerprint
+        facts |= {"weights": target.fingerprint, **data_facts(config, rows, target)}
         folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
     if accelerator.is_main_process:
         folder.hold()
@@ -136,14 +137,12 @@ def prepare(
     assert total_steps is not None
     if accelerator.is_main_process:
         folder.rewind_log(progress.step)
+        if progress.step:
+            folder.note_continued(argv, progress.step)
         if manifest.get("target", target.info.name) != target.info.name:
             say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
         say_plan(head, rows, train, said, total_steps, progress)
-    if config.tracker != "none":
-        if config.tracker == "wandb" and not knows_wandb_account():
-            os.environ["WANDB_MODE"] = "offline"
-            say(f"no wandb account is set up here: its run is kept in {config.out}/wandb; `wandb sync` sends it")
-        accelerator.init_trackers("headway", config=flat(config), init_kwargs={"wandb": {"dir": config.out}})
+    begin_tracking(config, accelerator, continued=progress.step > 0)
     return Run(
         config, accelerator, folder, target, head, model, optimizer, train, held_out, rows, tree, manifest,
         total_steps, progress,
@@ -174,16 +173,6 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             "process or with plain data parallelism; choose distributed_type NO or MULTI_GPU in the accelerate config"
         )
     return accelerator
-
-
-def knows_wandb_account() -> bool:
-    """Return whether wandb was told how to run, or would find a key; without one it would ask on the terminal."""
-    if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return any("wandb" in host for host in netrc.netrc().hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def check_processes(saved: dict[str, Any] | None, accelerator: Accelerator, folder: RunFolder) -> None:
@@ -305,11 +294,3 @@ def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_ste
     for line in said:
         say(line)
     say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
-
-
-def flat(config: TrainConfig) -> dict[str, Any]:
-    """Return the recipe as trackers take it: plain values under dotted names."""
-    fields = config.to_json()
-    head = fields.pop("head")
-    values = {**fields, **{f"head.{k}": v for k, v in head.items()}}
-    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
