@@ -31,6 +31,10 @@ class TrainConfig:
     """Hub id, folder or .gguf file of the frozen model."""
     revision: str | None = None
     """Branch, tag or commit of a hub target."""
+    target_adapter: str | None = None
+    """LoRA adapter of PEFT on the target: a folder, or a hub id (owner/name@revision). The head is for the target with it."""
+    merge_adapter: bool = False
+    """Add the adapter to the target's weights, which runs faster; not for a quantised target."""
     dialogs: str
     """Folder written by `headway distill`."""
     out: str

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 
-from headway.data.dialogs import check_vocabulary, read_dialogs, read_manifest
+from headway.data.dialogs import check_writer, read_dialogs, read_manifest
 from headway.data.recorded import Recorded
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
@@ -101,9 +101,12 @@ def prepare(
         dtype = same_dtype(config, accelerator, saved)
         where = config.target_device or str(accelerator.device)
         require_memory(config, dtype, where)
-        target = Target.load(config.target, dtype=dtype, device=where, revision=config.revision)
+        target = Target.load(
+            config.target, dtype=dtype, device=where, revision=config.revision,
+            adapter=config.target_adapter, merge_adapter=config.merge_adapter,
+        )  # fmt: skip
     check_weights(saved, target, folder)
-    check_vocabulary(manifest, target.info, config.dialogs)
+    check_writer(manifest, target.info, config.dialogs)
     if target.max_positions < config.max_length:
         rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)

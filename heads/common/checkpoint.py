@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headway.heads.common.card import model_card
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Frozen, Head, TargetInfo, find_family, module_dtype
+from headway.heads.common.protocol import AdapterInfo, Frozen, Head, TargetInfo, find_family, module_dtype
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
@@ -99,8 +99,8 @@ def load_head(
 
     `dtype` None means the target's. A head is refused, naming both sides, for a target of another hidden size,
     vocabulary, depth or model type, and for one of another name, unless its weights are those the head was trained on
-    (a local copy); `other_target` lets another name pass. Raises HeadwayError for all of that, and for files that are
-    missing, truncated or not exactly what the head needs.
+    (a local copy), or with another adapter on it; `other_target` lets another name or adapter pass. Raises HeadwayError
+    for all of that, and for files that are missing, truncated or not exactly what the head needs.
     """
     frozen = target if isinstance(target, Frozen) else target.frozen
     folder = head_folder(source, revision)
@@ -127,7 +127,9 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
         raise HeadwayError(
             f"{path} describes no head of headway; give a folder that `headway train` wrote, or a hub id"
         )
-    fields = {"head": {"taps", "hidden_size", "vocab_size"}, "target": {f.name for f in dataclasses.fields(TargetInfo)}}
+    # Heads saved before there were adapters say nothing of one.
+    known = {f.name for f in dataclasses.fields(TargetInfo)} - {"adapter"}
+    fields = {"head": {"taps", "hidden_size", "vocab_size"}, "target": known}
     for name, needed in fields.items():
         if not isinstance(config[name], dict) or not needed <= set(config[name]):
             raise HeadwayError(f"{path}: its {name} is not whole; save or download the head again")
@@ -138,7 +140,27 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
 
 def saved_info(config: dict[str, Any]) -> TargetInfo:
     """Return what a head's config.json says of its target; fields that are not known here are passed over."""
-    return TargetInfo(**{f.name: config["target"][f.name] for f in dataclasses.fields(TargetInfo)})
+    target = {f.name: config["target"].get(f.name) for f in dataclasses.fields(TargetInfo)}
+    return TargetInfo(**target | {"adapter": saved_adapter(config)})
+
+
+def saved_adapter(config: dict[str, Any]) -> AdapterInfo | None:
+    """Return what a head's config.json says of the adapter that its target carried; None for a bare target."""
+    fields = config["target"].get("adapter")
+    return (
+        None if fields is None else AdapterInfo(**{f.name: fields.get(f.name) for f in dataclasses.fields(AdapterInfo)})
+    )
+
+
+def other_adapter(what: str, made_with: AdapterInfo | None, given: TargetInfo) -> str:
+    """Return why something made with one adapter on the target, or none, does not go with the target given, or ''."""
+    have = given.adapter
+    if (made_with and made_with.sha256) == (have and have.sha256):
+        return ""
+    now = f"{given.name} has {f'adapter {have}' if have else 'no adapter'} on"
+    if made_with is None:
+        return f"{what} was made with the bare target, {now}; leave out --target-adapter"
+    return f"{what} was made with adapter {made_with} on the target, {now}; give --target-adapter {made_with.name}"
 
 
 def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: str | None = None) -> str:
@@ -153,7 +175,7 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=SHARED)
     except Exception as e:
-        if not _from_hub(e):
+        if not from_hub(e):
             raise
         raise HeadwayError(
             f"cannot push to {repo_id!r}: {_first_line(e).rstrip('.')}. Log in with `hf auth login`, or try later"
@@ -254,6 +276,11 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
                 f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} "
                 f"{have}; use it with {saved.name}, or train a head for {given.name}"
             )
+    reason = "" if other_target else other_adapter(f"head {folder}", saved.adapter, given)
+    if reason:
+        raise HeadwayError(
+            f"{reason}, train a head for this target, or pass other_target=True (--other-target) to try it"
+        )
     same_name = plain_name(saved.name) == plain_name(given.name)
     if not (same_name or other_target or weights_of == fingerprint(frozen)):
         raise HeadwayError(
@@ -280,12 +307,12 @@ def head_folder(source: Path | str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=SHARED))
     except Exception as e:
-        if not _from_hub(e):
+        if not from_hub(e):
             raise
         raise HeadwayError(f"no folder {text!r}, and the hub gave no head of that id: {_first_line(e)}") from e
 
 
-def _from_hub(error: Exception) -> bool:
+def from_hub(error: Exception) -> bool:
     """Return whether an error is one of the hub, its client or the network under it (whose library the client changes)."""
     libraries = {base.__module__.partition(".")[0] for base in type(error).__mro__}
     return isinstance(error, OSError) or bool(
