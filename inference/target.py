@@ -177,7 +177,7 @@ class Target:
     @property
     def packed(self) -> Packed:
         """The packed copies of its linear weights, those of an adapter on it included."""
-        # An adapter may be changed where it is, or merged, by who holds the model.
+        # An adapter may be trained where it is, or merged, by who holds the model.
         return pack(self.model) if self._adapted else self._packed
 
     @property

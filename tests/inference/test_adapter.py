@@ -28,16 +28,17 @@ BOTH = ["q_proj", "v_proj", "down_proj"]
 
 
 def bare(**changes: Any) -> Any:
-    return build(0, num_hidden_layers=3, **changes)
+    return build(0, num_hidden_layers=2, **changes)
 
 
 def write_adapter(folder: Path, seed: int = 1, modules: Any = BOTH, **fields: Any) -> Path:
     """Write a random adapter, strong enough to change what the tiny target says."""
     tied = fields.pop("tied", False)
+    model = bare(tie_word_embeddings=tied)
     torch.manual_seed(seed)
     fields = {"lora_alpha": 16, "target_modules": modules, "init_lora_weights": False} | fields
-    wrapped = peft.get_peft_model(bare(tie_word_embeddings=tied), peft.LoraConfig(r=4, task_type="CAUSAL_LM", **fields))
-    for name, weight in wrapped.named_parameters():
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **fields))
+    for weight in wrapped.parameters():
         if weight.requires_grad:
             weight.data += 0.1 * torch.randn_like(weight)
     wrapped.save_pretrained(folder)
@@ -54,15 +55,17 @@ def carrying(folder: Path, merge: bool = False, mode: str | None = "tree", **cha
     return Target(model, byte_tokenizer(), "tiny", mode=mode, adapter=info)
 
 
-def stock(model: Any, prompt: list[int], count: int = 16) -> list[int]:
+def stock(model: Any, prompt: list[int], count: int = 8) -> list[int]:
     """Return what transformers' own greedy loop says."""
-    ids = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, attention_mask=torch.ones(1, len(prompt)))
+    ids = model.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, attention_mask=torch.ones(1, len(prompt))
+    )
     return ids[0, len(prompt) :].tolist()
 
 
 def decode(loaded: Target, head: Head | None = None) -> list[list[int]]:
     policy = parse_policy("dynamic:depth=2,top_k=3,nodes=6") if head is not None else None
-    requests = [Request(p, Settings(max_new_tokens=16), id=i) for i, p in enumerate(PROMPTS)]
+    requests = [Request(p, Settings(max_new_tokens=8), id=i) for i, p in enumerate(PROMPTS)]
     results = {r.id: r.token_ids for r in generate(loaded, requests, head=head, policy=policy, batch_size=2)}
     return [results[i] for i in range(len(PROMPTS))]
 
@@ -87,8 +90,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+MERGED = ["one of q, k, v", "dora", "tied lm head", "whole lm head"]
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT says that the ends are no longer tied
+@pytest.mark.parametrize(("kind", "merge"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in MERGED)])
 def test_decoding_is_that_of_the_peft_model(kind: str, merge: bool, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", **KINDS[kind])
     tied = KINDS[kind].get("tied", False)
@@ -109,8 +115,8 @@ def test_decoding_is_that_of_the_peft_model(kind: str, merge: bool, tmp_path: Pa
 
 
 def test_attached_and_merged_hand_heads_the_same_weights(adapter: Path) -> None:
-    both = [carrying(adapter, merge).frozen.layer_weights(2) for merge in (False, True)]
-    plain = target(bare(), mode="tree").frozen.layer_weights(2)
+    both = [carrying(adapter, merge).frozen.layer_weights(1) for merge in (False, True)]
+    plain = target(bare(), mode="tree").frozen.layer_weights(1)
     assert both[0].keys() == both[1].keys() == plain.keys()
     assert all(torch.allclose(both[0][name], both[1][name], atol=1e-6) for name in plain)
     assert not torch.allclose(both[0]["self_attn.q_proj.weight"], plain["self_attn.q_proj.weight"], atol=1e-2)
@@ -129,8 +135,8 @@ def test_packed_weights_follow_an_adapter_that_is_merged_where_it_is(adapter: Pa
     assert decode(loaded) == before  # the packed copies of the bare weights would say something else
     for layer in layers:
         layer.unmerge()
-        layer.lora_B["default"].weight.data.zero_()
-    loaded.model.generation_config.pad_token_id = 256
+        with torch.no_grad():
+            layer.lora_B["default"].weight.zero_()
     assert decode(loaded) == [stock(bare(), p) for p in PROMPTS]
 
 
@@ -165,10 +171,6 @@ def test_the_digest_tells_what_changes_the_target(adapter: Path, tmp_path: Path)
     assert read_adapter(tmp_path / "again").sha256 == digest
 
 
-def broken(change: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    return change
-
-
 def rewrite(**fields: Any) -> Callable[[Path], Any]:
     def change(folder: Path) -> None:
         path = folder / "adapter_config.json"
@@ -198,7 +200,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "activated lora": (rewrite(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
     "layers twice": (rewrite(layer_replication=[[0, 2]]), "layer_replication"),
     "a tensor less": (retensor(lambda t: t.pop(sorted(t)[0])), "is missing in its file"),
-    "a tensor more": (retensor(lambda t: t.update({sorted(t)[0].replace("layers.0", "layers.7"): torch.ones(4, 64)})), "no place"),
+    "a tensor more": (
+        retensor(lambda t: t.update({sorted(t)[0].replace("layers.0", "layers.7"): torch.ones(4, 64)})),
+        "no place",
+    ),
     "another width": (retensor(lambda t: t.update({k: v.repeat(1, 2) for k, v in t.items()})), "does not fit"),
     "no such modules": (rewrite(target_modules=["query_key_value"]), "does not fit"),
 }
