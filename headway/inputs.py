@@ -153,11 +153,12 @@ def unfinished(
     what: str, target: Target, heads: Sequence[str], prompts: Sequence[Prompt], settings: dict[str, Any]
 ) -> Unfinished:
     """Return the parts that the same measurement made, on this machine, before it was interrupted."""
-    from headway.heads.common.checkpoint import WEIGHTS
+    from headway.heads.common.checkpoint import LORA_WEIGHTS, WEIGHTS
     from headway.inference.bench import environment
     from headway.inference.unfinished import Unfinished, file_identity
 
     weights = [Path(head) / WEIGHTS for head in heads]
+    weights += [path for head in heads if (path := Path(head) / LORA_WEIGHTS).is_file()]
     identity = {
         "target": [target.info.name, target.info.revision, target.fingerprint, target.mode],
         "place": {key: value for key, value in environment(target).items() if key != "date"},

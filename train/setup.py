@@ -27,6 +27,7 @@ from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
+from headway.train.lora import begin_with
 from headway.train.progress import say
 from headway.train.run_folder import Progress, RunFolder, sha256_of
 from headway.train.schedule import steps_by_count, steps_by_time
@@ -259,6 +260,8 @@ def prepare_features(
 def make_head(config: TrainConfig, target: Target, rows: Rows, device: torch.device) -> Head:
     """Return a head with its draft vocabulary chosen and its weights warm-started; `device` is where it will be."""
     frozen = target.frozen if config.target_device is None else target.frozen_on(device)
+    if config.init_from is not None:
+        return begin_with(config, frozen)
     config_class, head_class = find_family(config.family)
     head = head_class(config_class.for_target(target.info, **config.head), frozen)
     size = getattr(head.config, "draft_vocab_size", 0)

@@ -30,7 +30,7 @@ the output is the target's own: token for token in float32, up to ties of roundi
 
 {head}
 
-## Data
+{lora}## Data
 
 {data}
 
@@ -83,9 +83,18 @@ def model_card(config: dict[str, Any]) -> str:
         head=_table({k: v for k, v in head.items() if k not in ("taps", "hidden_size", "vocab_size")}),
         data=_table(config["data"]),
         metrics=_table(config["metrics"]),
+        lora=_lora(config.get("lora")),
         **carries,
         **{k: target[k] for k in ("model_type", "num_layers", "hidden_size", "vocab_size")},
     )
+
+
+def _lora(lora: dict[str, Any] | None) -> str:
+    if lora is None:
+        return ""
+    where = "beside the base head's weights, in PEFT's layout" if lora["keep"] else "in the weights"
+    fields = {k: v for k, v in lora.items() if k not in ("from", "keep")}
+    return f"## LoRA\n\nTrained on the head {lora['from']}, which was frozen; it is {where}.\n\n{_table(fields)}\n\n"
 
 
 def _table(values: dict[str, Any]) -> str:

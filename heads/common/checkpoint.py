@@ -1,7 +1,8 @@
 """A head on disk: a folder of config.json, model.safetensors and README.md, written aside and renamed.
 
 config.json   format, family, dtype, head (the family's Config), target (TargetInfo), weights_of (fingerprint of the
-              target's weights), metrics, data
+              target's weights), metrics, data; where a LoRA was trained on another head, lora: from, rank, alpha, dropout, modules,
+              keep (it lies beside that head's weights, see lora.py)
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from headway.heads.common.card import model_card
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.lora import CONFIG as LORA_CONFIG
+from headway.heads.common.lora import WEIGHTS as LORA_WEIGHTS
+from headway.heads.common.lora import with_lora, write_lora
 from headway.heads.common.protocol import AdapterInfo, Frozen, Head, TargetInfo, find_family, module_dtype
 
 if TYPE_CHECKING:
@@ -30,8 +34,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-SHARED = [WEIGHTS, CARD, "*.json"]
-"""What goes to the hub and comes from it: the three files, and figures kept beside them, such as a tuned tree."""
+SHARED = [WEIGHTS, CARD, LORA_WEIGHTS, "*.json"]
+"""What goes to the hub and comes from it: the three files, a LoRA, and figures kept beside them, such as a tuned tree."""
 
 
 def save_head(
@@ -42,12 +46,15 @@ def save_head(
     metrics: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     state_dict: dict[str, Tensor] | None = None,
+    lora: dict[str, Any] | None = None,
+    kept: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
 ) -> Path:
     """Write a head as a folder and return its path; a head that was there is replaced only once the new one is whole.
 
     `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the
-    gathered state under sharded training. Raises HeadwayError for a missing or empty tensor, or a folder that holds
-    something else.
+    gathered state under sharded training. `lora` says what LoRA was trained on the head, and `kept` holds its tensors and
+    PEFT's config of it, where it is to lie beside the head's weights and not in them. Raises HeadwayError for a missing or
+    empty tensor, or a folder that holds something else.
     """
     folder = Path(folder)
     check_head_folder(folder)
@@ -61,9 +68,12 @@ def save_head(
         "weights_of": fingerprint(head.frozen),
         "metrics": metrics or {},
         "data": data or {},
+        **({} if lora is None else {"lora": lora}),
     }
     with written_aside(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        if kept is not None:
+            write_lora(aside, *kept)
         (aside / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (aside / CARD).write_text(model_card(config), encoding="utf-8")
     return folder
@@ -109,7 +119,7 @@ def load_head(
     _check_target(folder, info, frozen, saved.get("weights_of"), other_target)
     config_class, head_class = find_family(saved["family"])
     head = head_class(config_class.from_json(saved["head"]), frozen)
-    _fill(head, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    _fill(head, read_weights(folder, saved), folder / WEIGHTS)
     weight = frozen.lm_head_weight()
     return head.to(device=weight.device, dtype=_dtype(dtype) or weight.dtype).eval()
 
@@ -136,6 +146,18 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
     if config["format"] != FORMAT:
         raise NewerFormatError(f"{path} has format {config['format']}, this headway reads {FORMAT}; upgrade headway")
     return config
+
+
+def read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of the head in a folder, a LoRA that lies beside them added. Raises HeadwayError."""
+    tensors = read_tensors(folder / WEIGHTS)
+    if (config.get("lora") or {}).get("keep"):
+        return with_lora(tensors, read_tensors(folder / LORA_WEIGHTS), folder)
+    if (folder / LORA_CONFIG).is_file():
+        raise HeadwayError(
+            f"{folder} holds {LORA_CONFIG}, of which {CONFIG} knows nothing; the files do not belong together"
+        )
+    return tensors
 
 
 def saved_info(config: dict[str, Any]) -> TargetInfo:
