@@ -155,12 +155,12 @@ class Target:
                 f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
             ) from e
         if adapted(model):  # transformers puts on what it finds in a repository of an adapter
-            raise _is_adapter(name, model.name_or_path)
+            raise _is_adapter(name, model.name_or_path or "")
         tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
         commit = getattr(model.config, "_commit_hash", None)
         known = None
         if adapter is not None:
-            model, known = attach(model, adapter, merge=merge_adapter)
+            _, known = attach(model, adapter, merge=merge_adapter)  # type: ignore[arg-type]
             _say_adapter(name, known)
         target = Target(model.to(device), tokenizer, name, commit, adapter=known)  # type: ignore[arg-type]
         configured = getattr(target.text_config, "max_position_embeddings", None) or 0

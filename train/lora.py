@@ -120,7 +120,7 @@ def split(head: Head, config: TrainConfig) -> tuple[Head, dict[str, Any]]:
         for name, module in layers.items()
         for part in ("lora_A", "lora_B")
     }
-    written = head.peft_config["default"].to_dict()  # type: ignore[union-attr, operator]
+    written: dict[str, Any] = head.peft_config["default"].to_dict()  # type: ignore[index, union-attr]
     written |= {"base_model_name_or_path": source(config), "inference_mode": True}
     written = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in written.items()}
     return plain, {"lora": said, "kept": (tensors, written)}
