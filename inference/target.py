@@ -96,7 +96,7 @@ class Target:
         self.cache_kwarg = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
-        self._packed = Packed(model)
+        self._packed = pack(model) if self._adapted else Packed(model)
         self.frozen = self._references(model.get_input_embeddings(), model.get_output_embeddings())
         self.mode = ""  # none yet: the probe makes caches
         self.max_positions = usable_positions(_plain_config(self.text_config))

@@ -535,7 +535,21 @@ def test_an_adapter_goes_from_distilling_to_decoding(run: Run, folder: Path, tmp
     assert run("generate", *with_it, "--head", "medusa", "--other-target", *ask)[0] == 0
     assert run("info", "target", "--head", head)[0] == 2
     assert run("info", "target", "--head", head, "--target-adapter", adapter)[0] == 0
-    argv = ("audit", *with_it, "--head", head, "-p", "prompts.jsonl", "--limit", "1", "-n", "4", "--draws", "64", "--json")
+    argv = (
+        "audit",
+        *with_it,
+        "--head",
+        head,
+        "-p",
+        "prompts.jsonl",
+        "--limit",
+        "1",
+        "-n",
+        "4",
+        "--draws",
+        "64",
+        "--json",
+    )
     code, text, err = run(*argv)
     assert code == 0, err
     assert json.loads(text)["environment"]["adapter"].startswith(adapter)
