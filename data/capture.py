@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.data.dialogs import Dialog, check_vocabulary, read_dialogs, read_manifest
+from headway.data.dialogs import Dialog, check_writer, read_dialogs, read_manifest
 from headway.data.jsonl import lock
 from headway.data.progress import Progress
 from headway.data.recorded import FOLDER, Recorded, begin_folder, check_content, check_shard, dialog_tensors, usual_taps
@@ -84,7 +84,7 @@ def capture(
     if "last" not in taps:
         raise HeadwayError(f"taps are {list(taps)}; the teacher reads 'last': add it")
     folder = Path(dialogs) / FOLDER if out is None else Path(out)
-    check_vocabulary(read_manifest(dialogs), target.info, dialogs)
+    check_writer(read_manifest(dialogs), target.info, dialogs)
     begin_folder(folder, dialogs, target, taps, store)
     with (folder / ".lock").open("ab") as held:
         lock(held, folder)

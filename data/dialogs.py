@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from headway.data.jsonl import AppendLog, each_line
 from headway.data.manifest import FORMAT, read_json, require_same, write_json
+from headway.heads.common.checkpoint import other_adapter
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.protocol import AdapterInfo
 
 if TYPE_CHECKING:
     from headway.heads.common.protocol import TargetInfo
@@ -222,14 +224,26 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def check_vocabulary(manifest: dict[str, Any], info: TargetInfo, folder: Path | str) -> None:
-    """Raise HeadwayError when the dialogs of `manifest` were written with another vocabulary than the target's."""
+def check_writer(manifest: dict[str, Any], info: TargetInfo, folder: Path | str) -> None:
+    """Raise HeadwayError when the dialogs of `manifest` were written with another vocabulary than the target's, or by a target
+    with another adapter on."""
     size, made_by = manifest.get("vocab_size"), manifest.get("target", "another target")
     if size is not None and size != info.vocab_size:
         raise HeadwayError(
             f"dialogs {folder} were made by {made_by} with {size} token ids, target {info.name} has {info.vocab_size}; "
             "distil with the target that the head is for"
         )
+    if "server" not in manifest:  # nothing was generated, or nothing is known of how
+        return
+    reason = other_adapter(f"dialogs {folder}", manifest_adapter(manifest), info)
+    if reason:
+        raise HeadwayError(f"{reason}, or distil with the target that the head is for")
+
+
+def manifest_adapter(manifest: dict[str, Any]) -> AdapterInfo | None:
+    """Return the adapter on the target that wrote the dialogs of a manifest; None for a bare target."""
+    fields = manifest.get("adapter")
+    return None if fields is None else AdapterInfo(**fields)
 
 
 class _Check:

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,12 +245,18 @@ def identity_json(
     return {
         "target": info.name,
         "revision": info.revision,
+        "adapter": None if info.adapter is None else {"sha256": info.adapter.sha256},
         "vocab_size": info.vocab_size,
         "template_sha256": digest(tokenizer.chat_template),
         "settings": settings_json(settings),
         "server": None,
         **more,
     }
+
+
+def adapter_json(info: TargetInfo) -> dict[str, Any]:
+    """Return what a manifest says of the adapter on the target, beside what must be the same."""
+    return {} if info.adapter is None else {"adapter": asdict(info.adapter)}
 
 
 def prompts_json(rows: Sequence[Row], source: str) -> dict[str, Any]:
@@ -260,7 +266,7 @@ def prompts_json(rows: Sequence[Row], source: str) -> dict[str, Any]:
 
 
 def _facts(target: Target, batch_size: int) -> dict[str, Any]:
-    return {"dtype": target.dtype_name, "batch_size": batch_size}
+    return {"dtype": target.dtype_name, "batch_size": batch_size, **adapter_json(target.info)}
 
 
 def summary(writer: DialogWriter) -> str:

@@ -273,6 +273,7 @@ def _identity(dialogs: Path | str, target: Target, taps: Sequence[Tap]) -> dict[
         "format": FORMAT,
         "target": target.info.name,
         "revision": target.info.revision,
+        "adapter": target.info.adapter and target.info.adapter.sha256,
         "weights": target.fingerprint,
         "template_sha256": read_json(Path(dialogs) / "manifest.json").get("template_sha256"),
         "hidden_size": target.info.hidden_size,

@@ -21,6 +21,7 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.distill import (
     Asked,
     Script,
+    adapter_json,
     check_known,
     identity_json,
     prompts_json,
@@ -223,7 +224,7 @@ async def _distill(
         identity = identity_json(
             asked.tokenizer, asked.info, asked.settings, {**turns_json(asked.history, asked.mix), **more}
         )
-        facts = {"servers": list(servers.urls), **prompts_json(rows, source)}
+        facts = {"servers": list(servers.urls), **prompts_json(rows, source), **adapter_json(asked.info)}
         with DialogWriter(out, identity, facts) as writer:
             check_known(writer, turns)
             before = Counter(writer.saved.get("failures", {}))

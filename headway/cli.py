@@ -34,6 +34,13 @@ app = typer.Typer(
 )
 
 TargetOption = Annotated[str, typer.Option("--target", "-t", help="Hub id, model folder or .gguf file.")]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(help="LoRA adapter of PEFT on the target: a folder, or a hub id (owner/name@revision)."),
+]
+MergeOption = Annotated[
+    bool, typer.Option("--merge-adapter", help="Add the adapter to the weights, which runs as fast as none.")
+]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub target.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where it is fast.")]
 DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, ...")]
@@ -167,6 +174,8 @@ def generate_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt, streaming the text; with --json one object: text, token_ids, finish_reason, figures."""
@@ -177,6 +186,7 @@ def generate_command(
     from headway.inference.target import load_info, load_tokenizer
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
     settings = Settings(
         max_new_tokens=max_new_tokens,
@@ -193,7 +203,10 @@ def generate_command(
         stop=tuple(stop or ()),
     )
     text = inputs.prompt_text(prompt, prompt_file)
-    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    tokenizer, info = (
+        load_tokenizer(target, revision=revision),
+        load_info(target, revision=revision, adapter=target_adapter),
+    )
     if chat_template is not None:
         use_template(tokenizer, chat_template)
     ids = inputs.tokenize_prompt(tokenizer, text, raw)
@@ -207,8 +220,8 @@ def generate_command(
     if kind in ("ngram", "model") and source is not None:
         raise HeadwayError(f"--draft {draft} drafts without a head; leave out --head, or use --draft hybrid")
     if source is not None:
-        inputs.check_head(source, info)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+        inputs.check_head(source, info, other_target)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, **carried)
     loaded_head: Any = None
     if source is not None:
         loaded_head = load_head(source, loaded, other_target=other_target)
@@ -308,6 +321,8 @@ def bench_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
 ) -> None:
     """Measure transformers.generate, Headway without a head and each head, side by side; print tables, write JSON."""
     from headway import inputs
@@ -319,6 +334,7 @@ def bench_command(
     from headway.inference.target import load_info, load_tokenizer
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
@@ -329,13 +345,16 @@ def bench_command(
         inputs.check_file(out)
     if plot:
         measure.require_matplotlib()
-    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    tokenizer, info = (
+        load_tokenizer(target, revision=revision),
+        load_info(target, revision=revision, adapter=target_adapter),
+    )
     use_template(tokenizer, chat_template)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit, held_out)
     sources = [inputs.head_source(h) for given in head or [] for h in given.split(",") if h]
     for source in sources:
-        inputs.check_head(source, info)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=sizes[0])
+        inputs.check_head(source, info, other_target)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=sizes[0], **carried)
     heads = {
         name: (
             load_head(source, loaded, other_target=other_target),
@@ -483,6 +502,8 @@ def eval_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a head's accepted length, by category, on greedy answers of the decoder itself."""
@@ -495,16 +516,20 @@ def eval_command(
     from headway.inference.tree import ByRows
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
     Settings(max_new_tokens=max_new_tokens)
     if out is not None:
         inputs.check_file(out)
-    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    tokenizer, info = (
+        load_tokenizer(target, revision=revision),
+        load_info(target, revision=revision, adapter=target_adapter),
+    )
     use_template(tokenizer, chat_template)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit, held_out)
     source = inputs.head_source(head)
-    inputs.check_head(source, info)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
+    inputs.check_head(source, info, other_target)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch, **carried)
     loaded_head = load_head(source, loaded, other_target=other_target)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     if isinstance(policy, ByRows):
@@ -628,6 +653,8 @@ def distill_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
 ) -> None:
     """Have the target answer prompts, here or on servers; its token ids are what a head learns."""
     from headway import inputs
@@ -641,6 +668,7 @@ def distill_command(
     from headway.inference.target import load_end_ids, load_info, load_tokenizer
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
@@ -674,10 +702,13 @@ def distill_command(
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
     if servers is not None:
-        info, ends = load_info(target, revision=revision), load_end_ids(target, tokenizer, revision=revision)
+        info, ends = (
+            load_info(target, revision=revision, adapter=target_adapter),
+            load_end_ids(target, tokenizer, revision=revision),
+        )
         done = distill_served(tokenizer, info, rows, out, servers=servers, end_ids=ends, **common)
         raise typer.Exit(1 if done.left_open else 0)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size, **carried)
     distill(loaded, rows, out, batch_size=batch_size, record=usual_taps(loaded.info) if record else (), **common)
 
 
@@ -704,6 +735,8 @@ def prompts_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
 ) -> None:
     """Have the target write prompts of its own, from its chat template up to where a user's words begin."""
     from headway import inputs
@@ -713,6 +746,7 @@ def prompts_command(
     from headway.inference.target import load_tokenizer
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
@@ -722,7 +756,7 @@ def prompts_command(
     inputs.check_file(out)
     tokenizer = load_tokenizer(target, revision=revision)
     use_template(tokenizer, chat_template)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size, **carried)
     openers = tuple(opener or ("",))
     write_prompts(loaded, out, count, settings=settings, openers=openers, batch_size=batch_size, seconds=seconds)
 
@@ -816,6 +850,8 @@ def tune_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine, and choose the tree that makes a head fastest on it; `--tree auto` uses it from then on."""
@@ -828,17 +864,21 @@ def tune_command(
     from headway.inference.tune import read_policies, save_policy, tune
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     Settings(max_new_tokens=max_new_tokens)
     source = inputs.head_source(head)
     read_policies(source)
     if not Path(source).is_dir():
         raise HeadwayError(f"no folder {head!r}; the tree is kept beside the head, give a local one")
-    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    tokenizer, info = (
+        load_tokenizer(target, revision=revision),
+        load_info(target, revision=revision, adapter=target_adapter),
+    )
     use_template(tokenizer, chat_template)
-    inputs.check_head(source, info)
+    inputs.check_head(source, info, other_target)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, **carried)
     unfinished = inputs.unfinished("tune", loaded, [source], chosen, {"max_new_tokens": max_new_tokens})
     progress = Progress("tune: answers", len(chosen) - len(unfinished.done), seconds=seconds)
     report = tune(
@@ -879,6 +919,8 @@ def audit_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a head leaves the target's answers as they are: greedy, seeded, in distribution; exit code 1 if not."""
@@ -892,17 +934,21 @@ def audit_command(
     from headway.inference.target import load_info, load_tokenizer
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, policy = inputs.check_dtype(dtype), inputs.check_device(device), inputs.parse_tree(tree)
     Settings(max_new_tokens=max_new_tokens, temperature=temperature)
     check_asked(policy, temperature)
     source = inputs.head_source(head)
     if out is not None:
         inputs.check_file(out)
-    tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
+    tokenizer, info = (
+        load_tokenizer(target, revision=revision),
+        load_info(target, revision=revision, adapter=target_adapter),
+    )
     use_template(tokenizer, chat_template)
-    inputs.check_head(source, info)
+    inputs.check_head(source, info, other_target)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch, **carried)
     progress = Progress("audit: steps", steps(len(chosen), draws))
     report = audit(
         loaded,
@@ -1015,6 +1061,8 @@ def capture_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
+    merge_adapter: MergeOption = False,
 ) -> None:
     """Keep the target's features of dialogs in shards, for runs to read; run again it continues."""
     from headway import inputs
@@ -1022,8 +1070,9 @@ def capture_command(
     from headway.inference.target import load_info, load_tokenizer
 
     inputs.quiet()
+    carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device = inputs.check_dtype(dtype), inputs.check_device(device)
-    info = load_info(target, revision=revision)
+    info = load_info(target, revision=revision, adapter=target_adapter)
     chosen, kind = check_request(info, taps, store)
     if out is not None:
         inputs.check_folder(out)
@@ -1032,7 +1081,7 @@ def capture_command(
         return
     tokenizer = load_tokenizer(target, revision=revision)
     capture(
-        inputs.load_target(target, dtype, device, revision, tokenizer),
+        inputs.load_target(target, dtype, device, revision, tokenizer, **carried),
         dialogs,
         chosen,
         out=out,
@@ -1078,12 +1127,13 @@ def export_command(
         bool, typer.Option("--check", help="Prove it as `headway check` does; exit code 1 if it fails.")
     ] = False,
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Write a head as another engine reads it, and print the command that serves it."""
     from headway.foreign_commands import export_head
 
-    export_head(head, to, out, target, dtype, check, revision, device)
+    export_head(head, to, out, target, dtype, check, revision, device, target_adapter)
 
 
 @command("import")
@@ -1093,12 +1143,13 @@ def import_command(
     out: Annotated[Path, typer.Option(help="Head folder to write.")],
     layout: Annotated[str | None, typer.Option("--from", help=f"Layout, where it is not clear: {LAYOUT_HELP}.")] = None,
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Make a head of one that another program trained or serves: EAGLE, EAGLE-3 and Medusa, in any layout."""
     from headway.foreign_commands import import_head
 
-    import_head(folder, target, out, layout, revision, device)
+    import_head(folder, target, out, layout, revision, device, target_adapter)
 
 
 @command("check")
@@ -1115,12 +1166,26 @@ def check_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read a folder as its engine would and compare logits and accepted length with the head; exit code 1 if they differ."""
     from headway.foreign_commands import check_folder
 
-    check_folder(folder, target, head, layout, prompts or [], limit, max_new_tokens, dtype, device, revision, as_json)
+    check_folder(
+        folder,
+        target,
+        head,
+        layout,
+        prompts or [],
+        limit,
+        max_new_tokens,
+        dtype,
+        device,
+        revision,
+        as_json,
+        target_adapter,
+    )
 
 
 @command("info")
@@ -1128,6 +1193,7 @@ def info_command(
     what: Annotated[str, typer.Argument(help="A head (folder, run folder, hub id) or a target.")],
     head: Annotated[str | None, typer.Option(help="Say whether this head fits the target.")] = None,
     revision: RevisionOption = None,
+    target_adapter: AdapterOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a head or a target is, and whether they fit; exit code 2 when they do not."""
@@ -1143,7 +1209,9 @@ def info_command(
             )
         facts, reason = {"head": describe_head(source)}, ""
     else:
-        facts, reason = describe_target(what, None if head is None else inputs.head_source(head), revision)
+        facts, reason = describe_target(
+            what, None if head is None else inputs.head_source(head), revision, target_adapter
+        )
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
     else:

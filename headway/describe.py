@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headway.heads.common.checkpoint import read_config
+from headway.heads.common.checkpoint import read_config, saved_adapter
 from headway.heads.common.errors import HeadwayError
 from headway.inference.target import load_info, load_tokenizer
 from headway.inputs import context_size, head_tensors, misfit
@@ -37,6 +37,7 @@ def describe_head(source: str) -> dict[str, Any]:
         "source": source,
         "family": saved["family"],
         "target": target["name"] + (f"@{target['revision']}" if target.get("revision") else ""),
+        "adapter": str(saved_adapter(saved) or "none"),
         "taps": ", ".join(map(str, head["taps"])),
         "parameters": sum(map(prod, shapes.values())),
         "dtype": saved.get("dtype"),
@@ -52,13 +53,16 @@ def describe_head(source: str) -> dict[str, Any]:
     return facts
 
 
-def describe_target(name: str, head: str | None, revision: str | None) -> tuple[dict[str, Any], str]:
+def describe_target(
+    name: str, head: str | None, revision: str | None, adapter: str | None = None
+) -> tuple[dict[str, Any], str]:
     """Return the facts of a target, and of a head if one is given, and why that does not fit or ''."""
-    info = load_info(name, revision=revision)
+    info = load_info(name, revision=revision, adapter=adapter)
     tokenizer = load_tokenizer(name, revision=revision)
     target = {
         "source": name,
         "revision": info.revision,
+        "adapter": str(info.adapter or "none"),
         "model_type": info.model_type,
         "parameters": _parameters(name, revision),
         "layers": info.num_layers,

@@ -18,7 +18,7 @@ from headway.heads.common.checkpoint import (
     load_head,
     plain_name,
     read_config,
-    read_tensors,
+    read_weights,
     save_head,
     saved_info,
 )
@@ -69,7 +69,7 @@ def read_saved(source: str) -> tuple[Saved, torch.dtype]:
     folder = head_folder(source)
     config = read_config(folder)
     config_class, _ = find_family(config["family"])
-    tensors = read_tensors(folder / WEIGHTS)
+    tensors = read_weights(folder, config)
     info = saved_info(config)
     saved = Saved(config["family"], config_class.from_json(config["head"]), tensors, info)
     check_tensors([(n, t) for n, t in tensors.items() if t.is_floating_point()], folder / WEIGHTS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from headway import foreign, inputs
-from headway.heads.common.checkpoint import CONFIG, check_head_folder, read_config
+from headway.heads.common.checkpoint import CONFIG, check_head_folder, read_config, saved_adapter
 from headway.heads.common.errors import HeadwayError
 from headway.heads.formats.layout import find_layout
 from headway.inference.target import DTYPES, Target, load_info
@@ -24,6 +24,7 @@ def export_head(
     check: bool,
     revision: str | None,
     device: str,
+    adapter: str | None = None,
 ) -> None:
     """Write the export and print where it is and how it is served; with `check`, prove it."""
     inputs.quiet()
@@ -37,9 +38,16 @@ def export_head(
     name = target or read_config(source)["target"]["name"]
     loaded = None
     if needed or check:
-        inputs.check_head(source, load_info(name, revision=revision))
-        loaded = Target.load(name, device=device, revision=revision)
+        inputs.check_head(source, load_info(name, revision=revision, adapter=adapter))
+        loaded = Target.load(name, device=device, revision=revision, adapter=adapter)
     written = foreign.export(source, to, out, dtype, loaded, target)
+    made_with = saved_adapter(read_config(source))
+    if made_with is not None:
+        print(
+            f"headway: the head was trained with adapter {made_with} on the target, which no layout can say; serve the target "
+            "with it, or merged",
+            file=sys.stderr,
+        )
     for line in written.said:
         print(f"headway: {line}", file=sys.stderr)
     print(f"{out}: {len(written.tensors)} tensors, {written.config['dtype']}, layout {to}")
@@ -49,7 +57,15 @@ def export_head(
         _show(foreign.check_source(out, loaded, foreign.texts_of(loaded, [], None, 48), source, to), False)
 
 
-def import_head(folder: Path, target: str, out: Path, layout: str | None, revision: str | None, device: str) -> None:
+def import_head(
+    folder: Path,
+    target: str,
+    out: Path,
+    layout: str | None,
+    revision: str | None,
+    device: str,
+    adapter: str | None = None,
+) -> None:
     """Write the head and print what it is."""
     inputs.quiet()
     if layout is not None:
@@ -62,7 +78,7 @@ def import_head(folder: Path, target: str, out: Path, layout: str | None, revisi
     if (out / CONFIG).is_file() and "imported_from" not in (read_config(out).get("data") or {}):
         raise HeadwayError(f"{out} holds a head that was trained, which would be lost; give a new folder")
     inputs.check_folder(out)
-    loaded = Target.load(target, device=inputs.check_device(device), revision=revision)
+    loaded = Target.load(target, device=inputs.check_device(device), revision=revision, adapter=adapter)
     head, found, said = foreign.import_head(folder, layout, loaded, out)
     for line in said:
         print(f"headway: {line}", file=sys.stderr)
@@ -84,6 +100,7 @@ def check_folder(
     device: str,
     revision: str | None,
     as_json: bool,
+    adapter: str | None = None,
 ) -> None:
     """Print the report; exit code 1 where it has a fault."""
     inputs.quiet()
@@ -94,8 +111,8 @@ def check_folder(
         raise HeadwayError(f"{folder / CONFIG} does not exist; give the folder that an engine is to read")
     source = None if head is None else inputs.head_source(head)
     if source is not None:
-        inputs.check_head(source, load_info(target, revision=revision))
-    loaded = Target.load(target, dtype=dtype, device=device, revision=revision)
+        inputs.check_head(source, load_info(target, revision=revision, adapter=adapter))
+    loaded = Target.load(target, dtype=dtype, device=device, revision=revision, adapter=adapter)
     texts = foreign.texts_of(loaded, prompts, limit, max_new_tokens)
     if source is None:
         report = foreign.check(folder, loaded, texts, layout=layout)

@@ -153,11 +153,12 @@ def unfinished(
     what: str, target: Target, heads: Sequence[str], prompts: Sequence[Prompt], settings: dict[str, Any]
 ) -> Unfinished:
     """Return the parts that the same measurement made, on this machine, before it was interrupted."""
-    from headway.heads.common.checkpoint import WEIGHTS
+    from headway.heads.common.checkpoint import LORA_WEIGHTS, WEIGHTS
     from headway.inference.bench import environment
     from headway.inference.unfinished import Unfinished, file_identity
 
     weights = [Path(head) / WEIGHTS for head in heads]
+    weights += [path for head in heads if (path := Path(head) / LORA_WEIGHTS).is_file()]
     identity = {
         "target": [target.info.name, target.info.revision, target.fingerprint, target.mode],
         "place": {key: value for key, value in environment(target).items() if key != "date"},
@@ -243,20 +244,23 @@ def head_names(sources: Sequence[str]) -> dict[str, str]:
     return {name if names.count(name) == 1 else source: source for source, name in plain.items()}
 
 
-def check_head(source: str, info: TargetInfo) -> dict[str, Any]:
-    """Return a head's config after checking, without reading weights, that it is whole and of the target's sizes."""
+def check_head(source: str, info: TargetInfo, other_target: bool = False) -> dict[str, Any]:
+    """Return a head's config after checking, without reading weights, that it is whole and of the target's sizes and, unless
+    `other_target`, adapter."""
     from headway.heads.common.checkpoint import read_config
 
     saved = read_config(source)
-    reason = misfit(source, saved, info)
+    reason = misfit(source, saved, info, other_target)
     if reason:
         raise HeadwayError(reason)
     head_tensors(source)
     return saved
 
 
-def misfit(source: str, saved: dict[str, Any], info: TargetInfo) -> str:
+def misfit(source: str, saved: dict[str, Any], info: TargetInfo, other_target: bool = False) -> str:
     """Return why the head of config `saved` cannot work on a target, or ''."""
+    from headway.heads.common.checkpoint import other_adapter, saved_adapter
+
     trained = saved["target"]
     for field in ("model_type", "hidden_size", "num_layers", "vocab_size"):
         want, have = trained[field], getattr(info, field)
@@ -265,7 +269,8 @@ def misfit(source: str, saved: dict[str, Any], info: TargetInfo) -> str:
                 f"head {source} was trained for {trained['name']} with {field} {want}, target {info.name} has {field} "
                 f"{have}; use it with {trained['name']}, or train a head for {info.name}"
             )
-    return ""
+    reason = "" if other_target else other_adapter(f"head {source}", saved_adapter(saved), info)
+    return f"{reason}, train a head for this target, or pass --other-target to try it" if reason else ""
 
 
 def head_tensors(source: str) -> dict[str, list[int]]:
@@ -389,16 +394,37 @@ def saved_tree(source: str, target: Target) -> Policy | None:
     return policy
 
 
+def carried(adapter: str | None, merge: bool) -> dict[str, Any]:
+    """Return what `load_target` is told of the adapter on the target. Raises HeadwayError for one that is not there."""
+    from headway.inference.adapter import read_adapter
+    from headway.inference.target import check_merge
+
+    check_merge(adapter, merge)
+    if adapter is not None:
+        read_adapter(adapter)
+    return {"adapter": adapter, "merge_adapter": merge}
+
+
 def load_target(
-    name: str, dtype: str, device: str, revision: str | None, tokenizer: Any = None, rows: int = 1
+    name: str,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    tokenizer: Any = None,
+    rows: int = 1,
+    adapter: str | None = None,
+    merge_adapter: bool = False,
 ) -> Target:
-    """Return the target; `tokenizer` replaces its own (one that was given a chat template).
+    """Return the target, with an adapter on it if given; `tokenizer` replaces its own (one that was given a chat template).
 
     `rows` are the answers that run together: with the dtype `auto`, what it is chosen for.
     """
     from headway.inference.target import FEW_TOKENS, Target
 
-    target = Target.load(name, dtype=dtype, device=device, revision=revision, tokens=max(FEW_TOKENS, rows))
+    target = Target.load(
+        name, dtype=dtype, device=device, revision=revision, tokens=max(FEW_TOKENS, rows),
+        adapter=adapter, merge_adapter=merge_adapter,
+    )  # fmt: skip
     if tokenizer is not None:
         target.tokenizer = tokenizer
     return target

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,13 +64,15 @@ class Packed:
             together.clear()
 
 
-_packed: WeakKeyDictionary[nn.Module, tuple[list[tuple[int, int]], Packed]] = WeakKeyDictionary()
+_packed: WeakKeyDictionary[nn.Module, tuple[list[Any], Packed]] = WeakKeyDictionary()
 
 
 def pack(module: nn.Module) -> Packed:
     """Return the packed copies of a module whose weights may change: made again when one has, else those made before."""
     # A tensor made in inference mode counts no versions, and cannot be changed outside of it.
-    state = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in module.parameters()]
+    state: list[Any] = [(p.data_ptr(), -1 if p.is_inference() else p._version) for p in module.parameters()]
+    # PEFT adds an adapter to the weights past the count of versions, and notes it.
+    state += [tuple(merged) for m in module.modules() if (merged := getattr(m, "merged_adapters", None)) is not None]
     known = _packed.get(module)
     if known is None or known[0] != state:
         known = _packed[module] = (state, Packed(module))

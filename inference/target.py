@@ -34,11 +34,13 @@ from transformers import (
 )
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Frozen, Tap, TargetInfo
+from headway.heads.common.protocol import AdapterInfo, Frozen, Tap, TargetInfo
 from headway.heads.common.slots import seen_slots
+from headway.inference.adapter import CONFIG as ADAPTER_CONFIG
+from headway.inference.adapter import adapted, attach, attached, dense_weights, read_adapter
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
-from headway.inference.packed import Packed
+from headway.inference.packed import Packed, pack
 from headway.inference.replay import ReplayCache
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -58,7 +60,7 @@ class Output:
 
 
 class Target:
-    """A frozen causal LM of transformers, unmodified, with what a head needs of it."""
+    """A frozen causal LM of transformers, unmodified, with what a head needs of it; it may carry a LoRA adapter."""
 
     def __init__(
         self,
@@ -68,8 +70,11 @@ class Target:
         revision: str | None = None,
         *,
         mode: str | None = None,
+        adapter: AdapterInfo | None = None,
     ) -> None:
+        model, adapter = attached(model, adapter, name)
         self.model = model.eval().requires_grad_(False)
+        self._adapted = adapted(model)
         self.tokenizer = tokenizer
         self.text_config = model.config.get_text_config()
         # Some name their LM head `decoder`, and it is what they hand out as one.
@@ -85,12 +90,13 @@ class Target:
             num_tokens=len(tokenizer) if tokenizer is not None else self.text_config.vocab_size,
             num_layers=self.text_config.num_hidden_layers,
             text_config=_plain_config(self.text_config),
+            adapter=adapter,
         )
         parameters = inspect.signature(type(model).forward).parameters
         self.cache_kwarg = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
-        self.packed = Packed(model)
+        self._packed = pack(model) if self._adapted else Packed(model)
         self.frozen = self._references(model.get_input_embeddings(), model.get_output_embeddings())
         self.mode = ""  # none yet: the probe makes caches
         self.max_positions = usable_positions(_plain_config(self.text_config))
@@ -121,14 +127,18 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         tokens: int = FEW_TOKENS,
+        adapter: str | Path | None = None,
+        merge_adapter: bool = False,
     ) -> Target:
         """Return the target named by a hub id, a folder or a .gguf file.
 
-        `dtype` "auto" is the `fast_dtype` of the device for passes of that many tokens.
+        `dtype` "auto" is the `fast_dtype` of the device for passes of that many tokens. `adapter` is a LoRA of PEFT, a folder
+        or a hub id (owner/name@revision), put on it; `merge_adapter` adds it to the weights, which runs as fast as none.
 
-        Raises HeadwayError when it cannot be found or the dtype is unknown.
+        Raises HeadwayError when one cannot be found, the adapter is another model's or the dtype is unknown.
         """
         name = str(name)
+        check_merge(adapter, merge_adapter)
         if dtype == "auto":
             dtype = fast_dtype(device, tokens)
         torch_dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -144,9 +154,15 @@ class Target:
             raise HeadwayError(
                 f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
             ) from e
+        if adapted(model):  # transformers puts on what it finds in a repository of an adapter
+            raise _is_adapter(name, model.name_or_path or "")
         tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
         commit = getattr(model.config, "_commit_hash", None)
-        target = Target(model.to(device), tokenizer, name, commit)  # type: ignore[arg-type]
+        known = None
+        if adapter is not None:
+            _, known = attach(model, adapter, merge=merge_adapter)  # type: ignore[arg-type]
+            _say_adapter(name, known)
+        target = Target(model.to(device), tokenizer, name, commit, adapter=known)  # type: ignore[arg-type]
         configured = getattr(target.text_config, "max_position_embeddings", None) or 0
         if target.max_positions < configured:
             print(
@@ -157,6 +173,12 @@ class Target:
         if target.mode != "tree":
             print(f"headway: {name} runs in {target.mode} mode: {target.mode_reason}", file=sys.stderr)
         return target
+
+    @property
+    def packed(self) -> Packed:
+        """The packed copies of its linear weights, those of an adapter on it included."""
+        # An adapter may be trained where it is, or merged, by who holds the model.
+        return pack(self.model) if self._adapted else self._packed
 
     @property
     def dtype(self) -> torch.dtype:
@@ -433,10 +455,38 @@ def load_tokenizer(
         ) from e
 
 
-def load_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
-    """Return what is known of a target from its config and tokenizer; no weights are read."""
+def load_info(name: str | Path, *, revision: str | None = None, adapter: str | Path | None = None) -> TargetInfo:
+    """Return what is known of a target from its config and tokenizer, and of an adapter; none of the target's weights are
+    read."""
     info = load_config_info(name, revision=revision)
-    return replace(info, num_tokens=len(load_tokenizer(name, revision=revision)))
+    known = None if adapter is None else read_adapter(adapter)
+    return replace(info, num_tokens=len(load_tokenizer(name, revision=revision)), adapter=known)
+
+
+def check_merge(adapter: str | Path | None, merge: bool) -> None:
+    """Raise HeadwayError where an adapter is to be merged and there is none."""
+    if merge and adapter is None:
+        raise HeadwayError("--merge-adapter has no adapter to merge; give --target-adapter")
+
+
+def _is_adapter(name: str, base: str) -> HeadwayError:
+    return HeadwayError(
+        f"{name!r} is a PEFT adapter, no target; give its base: --target {base or 'BASE'} --target-adapter {name}"
+    )
+
+
+def _say_adapter(name: str, adapter: AdapterInfo) -> None:
+    if adapter.base and Path(adapter.base.rstrip("/")).name.lower() != Path(name.rstrip("/")).name.lower():
+        print(
+            f"headway: adapter {adapter.name} says it was made for {adapter.base}, it is put on {name}", file=sys.stderr
+        )
+    folder = Path(adapter.name).expanduser()
+    if (folder / "chat_template.jinja").is_file():
+        print(
+            f"headway: adapter {adapter.name} brings a chat template, which is not used unless it is given: --chat-template "
+            f"{folder / 'chat_template.jinja'}",
+            file=sys.stderr,
+        )
 
 
 def load_config_info(name: str | Path, *, revision: str | None = None) -> TargetInfo:
@@ -525,6 +575,8 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
             raise HeadwayError(f"no file {name!r}; give an existing .gguf file, a model folder or a hub id")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
+        if (path / ADAPTER_CONFIG).is_file():
+            raise _is_adapter(name, "")
         if not (path / "config.json").is_file():
             raise HeadwayError(f"folder {name!r} has no config.json; give the folder of a transformers model")
         return str(path), {}
@@ -541,7 +593,8 @@ def _dense(weight: Tensor) -> Tensor:
 
 def _dense_weights(layer: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a layer by name, without those whose numbers are codes (bitsandbytes')."""
-    dense = {name: _dense(weight) for name, weight in layer.named_parameters()}
+    named = dense_weights(layer) if adapted(layer) else dict(layer.named_parameters())
+    dense = {name: _dense(weight) for name, weight in named.items()}
     return {name: weight for name, weight in dense.items() if weight.is_floating_point()}
 
 

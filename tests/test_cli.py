@@ -497,6 +497,67 @@ def test_a_target_of_another_name(run: Run, folder: Path, tmp_path: Path) -> Non
     assert run(*argv, "--other-target")[0] == 0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_goes_from_distilling_to_decoding(run: Run, folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = str(tmp_path / "adapter")
+    torch.manual_seed(5)
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(tiny.build(0), lora).save_pretrained(adapter)
+    with_it = ("-t", "target", "--target-adapter", adapter)
+    dialogs, out, head = str(tmp_path / "d"), str(tmp_path / "run"), str(tmp_path / "run" / "head")
+    code, _, err = run("distill", *with_it, "-p", "prompts.jsonl", "--out", dialogs, "-n", "6")
+    assert code == 0, err
+    fields = {"family": "medusa", "target": "target", "dialogs": dialogs, "out": out, "max_steps": 1, "eval_prompts": 1}
+    fields |= {"head": {"num_heads": 2, "draft_vocab_size": 200}}
+    (tmp_path / "r.yaml").write_text(json.dumps(fields))
+    code, _, err = run("train", str(tmp_path / "r.yaml"))
+    assert (code, "made with adapter" in err) == (2, True)
+    code, _, err = run("train", str(tmp_path / "r.yaml"), f"target_adapter={adapter}")
+    assert code == 0, err
+
+    ask = ("--prompt", "a", "-n", "8", "--json")
+    said = [run("generate", *which, *ask)[1] for which in (("-t", "target"), with_it)]
+    without, plain_ids = (json.loads(text)["token_ids"] for text in said)
+    assert without != plain_ids
+    for more in ((), ("--merge-adapter",)):
+        code, text, err = run("generate", *with_it, *more, "--head", head, *ask)
+        assert code == 0, err
+        assert json.loads(text)["token_ids"] == plain_ids
+    for argv, words in (
+        (("-t", "target", "--head", head), f"--target-adapter {adapter}"),
+        ((*with_it, "--head", "medusa"), "made with the bare target"),
+        (("-t", "target", "--merge-adapter"), "give --target-adapter"),
+        (("-t", adapter), "is a PEFT adapter, no target"),
+    ):
+        code, _, err = run("generate", *argv, *ask)
+        assert (code, words in err) == (2, True), err
+    assert run("generate", *with_it, "--head", "medusa", "--other-target", *ask)[0] == 0
+    assert run("info", "target", "--head", head)[0] == 2
+    assert run("info", "target", "--head", head, "--target-adapter", adapter)[0] == 0
+    argv = (
+        "audit",
+        *with_it,
+        "--head",
+        head,
+        "-p",
+        "prompts.jsonl",
+        "--limit",
+        "1",
+        "-n",
+        "4",
+        "--draws",
+        "64",
+        "--json",
+    )
+    code, text, err = run(*argv)
+    assert code == 0, err
+    assert json.loads(text)["environment"]["adapter"].startswith(adapter)
+    argv = ("train", str(tmp_path / "r.yaml"), "--estimate", "--json", f"init_from={head}", "lora.rank=2", "out=runs/x")
+    weights = [json.loads(run(*argv, *more)[1])["head"]["weights"] for more in ((), ("lora.rank=4",))]
+    assert weights == [2 * 2 * (64 + 64), 2 * 4 * (64 + 64)]
+
+
 def test_an_error_of_the_system_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device", "dialogs.jsonl")

@@ -22,6 +22,29 @@ from headway.train.batches import Supervise
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraFields:
+    """Keys of `lora` in a recipe."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    """The LoRA is added times alpha / rank."""
+    dropout: float = 0.0
+    """Share of a LoRA's inputs that are zeroed in training."""
+    modules: tuple[str, ...] = ()
+    """Linear layers by the ends of their names, such as q_proj; not given, all but LM heads, which the loss reads whole."""
+    keep: bool = False
+    """Save it beside the weights of the head that it was trained on, in PEFT's layout; else it is added to them."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise HeadwayError(f"lora.rank is {self.rank}; give 1 or more")
+        if not 0 < self.alpha < math.inf:
+            raise HeadwayError(f"lora.alpha is {self.alpha}; give a finite number above 0")
+        if not 0 <= self.dropout < 1:
+            raise HeadwayError(f"lora.dropout is {self.dropout}; give a number from 0 to below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What a training run is made of. Keys of the YAML file are these names, and `head.x` for the family's Config."""
 
@@ -31,10 +54,19 @@ class TrainConfig:
     """Hub id, folder or .gguf file of the frozen model."""
     revision: str | None = None
     """Branch, tag or commit of a hub target."""
+    target_adapter: str | None = None
+    """LoRA adapter of PEFT on the target: a folder, or a hub id (owner/name@revision). The head is for the target with it."""
+    merge_adapter: bool = False
+    """Add the adapter to the target's weights, which runs faster; not for a quantised target."""
     dialogs: str
     """Folder written by `headway distill`."""
     out: str
     """Run folder: head/ (the result), state/ (to continue from), run.json, log.jsonl."""
+    init_from: str | None = None
+    """A head to begin with (folder, run folder or hub id) in place of a new one; it gives the fields of `head` too."""
+    lora: dict[str, Any] | None = None
+    """Train a LoRA on that head and leave its own weights: rank, alpha, dropout, modules, keep (train/lora.py); {} takes the
+    defaults."""
     head: dict[str, Any] = field(default_factory=dict)
     """Fields of the family's Config; what is left open comes from the family or the target."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -124,6 +156,13 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise HeadwayError(f"betas is {list(self.betas)}; give two numbers from 0 to below 1")
         find_family(self.family)
+        self._check_what_it_begins_with()
+
+    def _check_what_it_begins_with(self) -> None:
+        if self.lora is not None and self.init_from is None:
+            raise HeadwayError("lora trains on a head that there is; give init_from=HEAD, or leave out lora")
+        if self.merge_adapter and self.target_adapter is None:
+            raise HeadwayError("merge_adapter has no adapter to merge; give target_adapter, or leave it out")
 
     def _at_least(self, name: str, least: float) -> None:
         # Written so that a NaN does not pass.
@@ -167,8 +206,9 @@ def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tra
             if not isinstance(value, Mapping | None):
                 raise HeadwayError(f"head is {value!r}; give a mapping of names to values, or head.name=value")
             merged["head"] = {**merged.get("head", {}), **(value or {})}
-        elif key.startswith("head."):
-            merged["head"] = {**merged.get("head", {}), key.removeprefix("head."): value}
+        elif key.startswith(("head.", "lora.")):
+            owner, _, name = key.partition(".")
+            merged[owner] = {**(merged.get(owner) or {}), name: value}
         else:
             merged[key] = value
     checked = check_fields(TrainConfig, merged)
@@ -178,6 +218,8 @@ def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tra
             raise HeadwayError(f"the recipe lacks {name!r}; add `{name}: ...` to it or {name}=... to the command")
     config_class, _ = find_family(checked["family"])
     checked["head"] = check_fields(config_class, checked.get("head", {}), prefix="head.")
+    if checked.get("lora") is not None:
+        checked["lora"] = dataclasses.asdict(LoraFields(**check_fields(LoraFields, checked["lora"], prefix="lora.")))
     return TrainConfig(**checked)
 
 

@@ -38,6 +38,7 @@ from headway.inference.target import DTYPES, fast_dtype
 from headway.train.batches import make_batches, make_rows
 from headway.train.config import TrainConfig, load_recipe
 from headway.train.features import FIGURE_BYTES, choose_cache, free_memory
+from headway.train.lora import add_lora, head_fields
 from headway.train.run_folder import KEEP
 from headway.train.schedule import steps_by_count
 
@@ -312,7 +313,8 @@ def lay_out(config: TrainConfig, sizes: Sizes) -> Head:
     """Return the recipe's head without its weights."""
     config_class, head_class = find_family(config.family)
     with torch.device("meta"):
-        return head_class(config_class.for_target(sizes.info, **config.head), empty_frozen(sizes.info))
+        head = head_class(config_class.for_target(sizes.info, **head_fields(config)), empty_frozen(sizes.info))
+        return head if config.lora is None else add_lora(head, config.lora)
 
 
 def follow(head: Head, sizes: Sizes, config: TrainConfig, data: Data) -> Work:

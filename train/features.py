@@ -229,6 +229,7 @@ class Features:
         manifest = {
             "target": self.target.info.name,
             "revision": self.target.info.revision,
+            "adapter": self.target.info.adapter and self.target.info.adapter.sha256,
             "weights": self.target.fingerprint,
             "dtype": self.target.dtype_name,
             "taps": list(self.taps),

@@ -24,6 +24,7 @@ from headway.train.batches import Order
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
 from headway.train.features import Memory
+from headway.train.lora import plain_state, split
 from headway.train.progress import Line, say
 from headway.train.run_folder import RunFolder
 from headway.train.schedule import learning_rate
@@ -221,7 +222,7 @@ def beside_target(run: Run) -> Head:
     if run.config.target_device is None:
         return run.head
     twin = type(run.head)(run.head.config, run.target.frozen)
-    twin.load_state_dict(run.head.state_dict())
+    twin.load_state_dict(plain_state(run.head))
     return twin.to(run.target.device)
 
 
@@ -250,7 +251,8 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
             "written_by": run.manifest.get("target", run.target.info.name),
             "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
         }
-        save_head(run.head, run.folder.head, target=run.target.info, metrics=metrics, data=data)
+        head, lora = split(run.head, run.config)
+        save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
         shutil.rmtree(run.folder.path / "cache", ignore_errors=True)
         if run.progress.skipped:
             say(f"{run.progress.skipped} batches had no supervised token and were skipped")

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from torch import nn
 
-from headway.data.dialogs import check_vocabulary, read_dialogs, read_manifest
+from headway.data.dialogs import check_writer, read_dialogs, read_manifest
 from headway.data.recorded import Recorded
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
@@ -26,6 +26,7 @@ from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
+from headway.train.lora import begin_with
 from headway.train.progress import say
 from headway.train.provenance import data_facts
 from headway.train.run_folder import Progress, RunFolder, sha256_of
@@ -102,9 +103,12 @@ def prepare(
         dtype = same_dtype(config, accelerator, saved)
         where = config.target_device or str(accelerator.device)
         require_memory(config, dtype, where)
-        target = Target.load(config.target, dtype=dtype, device=where, revision=config.revision)
+        target = Target.load(
+            config.target, dtype=dtype, device=where, revision=config.revision,
+            adapter=config.target_adapter, merge_adapter=config.merge_adapter,
+        )  # fmt: skip
     check_weights(saved, target, folder)
-    check_vocabulary(manifest, target.info, config.dialogs)
+    check_writer(manifest, target.info, config.dialogs)
     if target.max_positions < config.max_length:
         rows = make_rows(dialogs, target.max_positions, config.eval_fraction, config.eval_rows, config.supervise)
     torch.manual_seed(config.seed)
@@ -245,6 +249,8 @@ def prepare_features(
 def make_head(config: TrainConfig, target: Target, rows: Rows, device: torch.device) -> Head:
     """Return a head with its draft vocabulary chosen and its weights warm-started; `device` is where it will be."""
     frozen = target.frozen if config.target_device is None else target.frozen_on(device)
+    if config.init_from is not None:
+        return begin_with(config, frozen)
     config_class, head_class = find_family(config.family)
     head = head_class(config_class.for_target(target.info, **config.head), frozen)
     size = getattr(head.config, "draft_vocab_size", 0)

@@ -13,7 +13,7 @@ tags:
 - {family}{base}
 ---
 
-# {family} head for {target}
+# {family} head for {target}{with_adapter}
 
 A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance
 the output is the target's own: token for token in float32, up to ties of rounding in bfloat16.
@@ -21,7 +21,7 @@ the output is the target's own: token for token in float32, up to ties of roundi
 | | |
 |---|---|
 | target | {target} |
-| target revision | {revision} |
+| target revision | {revision} |{adapter}
 | target type | {model_type}, {num_layers} layers, hidden size {hidden_size}, vocabulary {vocab_size} |
 | taps | {taps} |
 | dtype of the weights | {dtype} |
@@ -30,7 +30,7 @@ the output is the target's own: token for token in float32, up to ties of roundi
 
 {head}
 
-## Data
+{lora}## Data
 
 {data}
 
@@ -41,13 +41,13 @@ the output is the target's own: token for token in float32, up to ties of roundi
 ## How to run
 
 ```sh
-headway generate --target {target} --head FOLDER_OR_HUB_ID --prompt "Why is the sky blue?"
+headway generate --target {target}{adapter_option} --head FOLDER_OR_HUB_ID --prompt "Why is the sky blue?"
 ```
 
 ```python
 from headway import Request, Settings, Target, generate, load_head
 
-target = Target.load("{target}", dtype="float32")
+target = Target.load("{target}", dtype="float32"{adapter_argument})
 head = load_head("FOLDER_OR_HUB_ID", target)
 messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
 text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -61,6 +61,16 @@ for result in generate(target, [Request(ids, Settings(max_new_tokens=128))], hea
 def model_card(config: dict[str, Any]) -> str:
     """Return the card of a head from its config.json."""
     target, head = config["target"], config["head"]
+    adapter = target.get("adapter")
+    carries = {"adapter": "", "with_adapter": "", "adapter_option": "", "adapter_argument": ""}
+    if adapter is not None:
+        made_for = f", made for {adapter['base']}" if adapter["base"] else ""
+        carries = {
+            "adapter": f"\n| LoRA adapter on the target | {adapter['name']}, sha256 {adapter['sha256']}{made_for} |",
+            "with_adapter": f" with the adapter {adapter['name']}",
+            "adapter_option": f" --target-adapter {adapter['name']}",
+            "adapter_argument": f', adapter="{adapter["name"]}"',
+        }
     # The hub takes ids only: a local target is named in the text but is no base_model.
     on_hub = target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
     return CARD.format(
@@ -73,8 +83,18 @@ def model_card(config: dict[str, Any]) -> str:
         head=_table({k: v for k, v in head.items() if k not in ("taps", "hidden_size", "vocab_size")}),
         data=_table(config["data"]),
         metrics=_table(config["metrics"]),
+        lora=_lora(config.get("lora")),
+        **carries,
         **{k: target[k] for k in ("model_type", "num_layers", "hidden_size", "vocab_size")},
     )
+
+
+def _lora(lora: dict[str, Any] | None) -> str:
+    if lora is None:
+        return ""
+    where = "beside the base head's weights, in PEFT's layout" if lora["keep"] else "in the weights"
+    fields = {k: v for k, v in lora.items() if k not in ("from", "keep")}
+    return f"## LoRA\n\nTrained on the head {lora['from']}, which was frozen; it is {where}.\n\n{_table(fields)}\n\n"
 
 
 def _table(values: dict[str, Any]) -> str:

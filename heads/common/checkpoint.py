@@ -1,7 +1,8 @@
 """A head on disk: a folder of config.json, model.safetensors and README.md, written aside and renamed.
 
 config.json   format, family, dtype, head (the family's Config), target (TargetInfo), weights_of (fingerprint of the
-              target's weights), metrics, data
+              target's weights), metrics, data; where a LoRA was trained on another head, lora: from, rank, alpha, dropout, modules,
+              keep (it lies beside that head's weights, see lora.py)
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from torch import Tensor
 
 from headway.heads.common.card import model_card
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Frozen, Head, TargetInfo, find_family, module_dtype
+from headway.heads.common.lora import CONFIG as LORA_CONFIG
+from headway.heads.common.lora import WEIGHTS as LORA_WEIGHTS
+from headway.heads.common.lora import with_lora, write_lora
+from headway.heads.common.protocol import AdapterInfo, Frozen, Head, TargetInfo, find_family, module_dtype
 
 if TYPE_CHECKING:
     from headway.inference.target import Target
 
 FORMAT = 1
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-SHARED = [WEIGHTS, CARD, "*.json"]
-"""What goes to the hub and comes from it: the three files, and figures kept beside them, such as a tuned tree."""
+SHARED = [WEIGHTS, CARD, LORA_WEIGHTS, "*.json"]
+"""What goes to the hub and comes from it: the three files, a LoRA, and figures kept beside them, such as a tuned tree."""
 
 
 def save_head(
@@ -42,12 +46,15 @@ def save_head(
     metrics: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     state_dict: dict[str, Tensor] | None = None,
+    lora: dict[str, Any] | None = None,
+    kept: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
 ) -> Path:
     """Write a head as a folder and return its path; a head that was there is replaced only once the new one is whole.
 
     `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the
-    gathered state under sharded training. Raises HeadwayError for a missing or empty tensor, or a folder that holds
-    something else.
+    gathered state under sharded training. `lora` says what LoRA was trained on the head, and `kept` holds its tensors and
+    PEFT's config of it, where it is to lie beside the head's weights and not in them. Raises HeadwayError for a missing or
+    empty tensor, or a folder that holds something else.
     """
     folder = Path(folder)
     check_head_folder(folder)
@@ -61,9 +68,12 @@ def save_head(
         "weights_of": fingerprint(head.frozen),
         "metrics": metrics or {},
         "data": data or {},
+        **({} if lora is None else {"lora": lora}),
     }
     with written_aside(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        if kept is not None:
+            write_lora(aside, *kept)
         (aside / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (aside / CARD).write_text(model_card(config), encoding="utf-8")
     return folder
@@ -99,8 +109,8 @@ def load_head(
 
     `dtype` None means the target's. A head is refused, naming both sides, for a target of another hidden size,
     vocabulary, depth or model type, and for one of another name, unless its weights are those the head was trained on
-    (a local copy); `other_target` lets another name pass. Raises HeadwayError for all of that, and for files that are
-    missing, truncated or not exactly what the head needs.
+    (a local copy), or with another adapter on it; `other_target` lets another name or adapter pass. Raises HeadwayError
+    for all of that, and for files that are missing, truncated or not exactly what the head needs.
     """
     frozen = target if isinstance(target, Frozen) else target.frozen
     folder = head_folder(source, revision)
@@ -109,7 +119,7 @@ def load_head(
     _check_target(folder, info, frozen, saved.get("weights_of"), other_target)
     config_class, head_class = find_family(saved["family"])
     head = head_class(config_class.from_json(saved["head"]), frozen)
-    _fill(head, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    _fill(head, read_weights(folder, saved), folder / WEIGHTS)
     weight = frozen.lm_head_weight()
     return head.to(device=weight.device, dtype=_dtype(dtype) or weight.dtype).eval()
 
@@ -127,7 +137,9 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
         raise HeadwayError(
             f"{path} describes no head of headway; give a folder that `headway train` wrote, or a hub id"
         )
-    fields = {"head": {"taps", "hidden_size", "vocab_size"}, "target": {f.name for f in dataclasses.fields(TargetInfo)}}
+    # Heads saved before there were adapters say nothing of one.
+    known = {f.name for f in dataclasses.fields(TargetInfo)} - {"adapter"}
+    fields = {"head": {"taps", "hidden_size", "vocab_size"}, "target": known}
     for name, needed in fields.items():
         if not isinstance(config[name], dict) or not needed <= set(config[name]):
             raise HeadwayError(f"{path}: its {name} is not whole; save or download the head again")
@@ -136,9 +148,41 @@ def read_config(source: Path | str, revision: str | None = None) -> dict[str, An
     return config
 
 
+def read_weights(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of the head in a folder, a LoRA that lies beside them added. Raises HeadwayError."""
+    tensors = read_tensors(folder / WEIGHTS)
+    if (config.get("lora") or {}).get("keep"):
+        return with_lora(tensors, read_tensors(folder / LORA_WEIGHTS), folder)
+    if (folder / LORA_CONFIG).is_file():
+        raise HeadwayError(
+            f"{folder} holds {LORA_CONFIG}, of which {CONFIG} knows nothing; the files do not belong together"
+        )
+    return tensors
+
+
 def saved_info(config: dict[str, Any]) -> TargetInfo:
     """Return what a head's config.json says of its target; fields that are not known here are passed over."""
-    return TargetInfo(**{f.name: config["target"][f.name] for f in dataclasses.fields(TargetInfo)})
+    target = {f.name: config["target"].get(f.name) for f in dataclasses.fields(TargetInfo)}
+    return TargetInfo(**target | {"adapter": saved_adapter(config)})
+
+
+def saved_adapter(config: dict[str, Any]) -> AdapterInfo | None:
+    """Return what a head's config.json says of the adapter that its target carried; None for a bare target."""
+    fields = config["target"].get("adapter")
+    return (
+        None if fields is None else AdapterInfo(**{f.name: fields.get(f.name) for f in dataclasses.fields(AdapterInfo)})
+    )
+
+
+def other_adapter(what: str, made_with: AdapterInfo | None, given: TargetInfo) -> str:
+    """Return why something made with one adapter on the target, or none, does not go with the target given, or ''."""
+    have = given.adapter
+    if (made_with and made_with.sha256) == (have and have.sha256):
+        return ""
+    now = f"{given.name} has {f'adapter {have}' if have else 'no adapter'} on"
+    if made_with is None:
+        return f"{what} was made with the bare target, {now}; leave out --target-adapter"
+    return f"{what} was made with adapter {made_with} on the target, {now}; give --target-adapter {made_with.name}"
 
 
 def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: str | None = None) -> str:
@@ -153,7 +197,7 @@ def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: 
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=SHARED)
     except Exception as e:
-        if not _from_hub(e):
+        if not from_hub(e):
             raise
         raise HeadwayError(
             f"cannot push to {repo_id!r}: {_first_line(e).rstrip('.')}. Log in with `hf auth login`, or try later"
@@ -254,6 +298,11 @@ def _check_target(folder: Path, saved: TargetInfo, frozen: Frozen, weights_of: s
                 f"head {folder} was trained for {saved.name} with {name} {want}, target {given.name} has {name} "
                 f"{have}; use it with {saved.name}, or train a head for {given.name}"
             )
+    reason = "" if other_target else other_adapter(f"head {folder}", saved.adapter, given)
+    if reason:
+        raise HeadwayError(
+            f"{reason}, train a head for this target, or pass other_target=True (--other-target) to try it"
+        )
     same_name = plain_name(saved.name) == plain_name(given.name)
     if not (same_name or other_target or weights_of == fingerprint(frozen)):
         raise HeadwayError(
@@ -280,12 +329,12 @@ def head_folder(source: Path | str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=SHARED))
     except Exception as e:
-        if not _from_hub(e):
+        if not from_hub(e):
             raise
         raise HeadwayError(f"no folder {text!r}, and the hub gave no head of that id: {_first_line(e)}") from e
 
 
-def _from_hub(error: Exception) -> bool:
+def from_hub(error: Exception) -> bool:
     """Return whether an error is one of the hub, its client or the network under it (whose library the client changes)."""
     libraries = {base.__module__.partition(".")[0] for base in type(error).__mro__}
     return isinstance(error, OSError) or bool(

@@ -28,6 +28,23 @@ Tap = int | Literal["last"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterInfo:
+    """A LoRA adapter on the target."""
+
+    name: str
+    """Folder or hub id."""
+    revision: str | None = None
+    """Commit hash of the hub snapshot, or None for a local adapter."""
+    sha256: str
+    """Of its weights and what scales them (inference/adapter.py): it tells one adapter from another."""
+    base: str | None = None
+    """The model that the adapter says it was made for."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.sha256[:12]})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TargetInfo:
     """What a head must know of its target: plain data, saved with the head and compared at load."""
 
@@ -44,6 +61,8 @@ class TargetInfo:
     num_layers: int
     text_config: dict[str, Any] = field(default_factory=dict)
     """The target's text config as a dict: rope, norms, head counts. Families read their defaults from it."""
+    adapter: AdapterInfo | None = None
+    """The LoRA adapter that the target carries, attached or merged."""
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def test_push_creates_and_uploads(saved: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     assert push_to_hub(saved, "tiny-medusa", private=True, token="t") == "https://huggingface.co/me/tiny-medusa"
-    files = ["*.json", "README.md", "model.safetensors"]
+    files = ["*.json", "README.md", "adapter_model.safetensors", "model.safetensors"]
     assert calls == ["t", ("create", "tiny-medusa", True), ("upload", "me/tiny-medusa", files)]
     with pytest.raises(HeadwayError, match="no folder"):
         push_to_hub(saved / "none", "tiny-medusa")
