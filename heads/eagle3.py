@@ -41,7 +41,7 @@ class Config(HeadConfig):
     steps: int = 4
     """Steps of the training-time test; drafting may go deeper."""
     decay: float = 0.8
-    """Step s weighs decay^s in the loss."""
+    """Step s weighs decay^s in the loss, unless the recipe has step_weights."""
     num_attention_heads: int = 0
     num_key_value_heads: int = 0
     head_dim: int = 0
@@ -65,6 +65,11 @@ class Config(HeadConfig):
             raise HeadwayError(
                 f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more"
             )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the training-time test."""
+        return self.steps
 
     @classmethod
     def defaults(cls, info: TargetInfo) -> dict[str, Any]:
@@ -248,11 +253,13 @@ class Head(BaseHead):
         return self._rotary_of[0].to(like.device)(like, position_BT)
 
     def loss(self, batch: Batch) -> LossReport:
-        """Return sum over steps s of decay^s times the mean cross-entropy to the target's distribution at t + 1 + s."""
+        """Return sum over steps s of decay^s times the mean objective against the target's distribution at t + 1 + s."""
         hidden_S = [self.norm(h) for h in self.unroll(batch)]
+        weights = [self.lm_head.weight]
         return distil_loss(
-            self.frozen, batch, hidden_S, [self.lm_head.weight], vocab=self.draft_vocab, decay=self.config.decay
-        )
+            self.frozen, batch, hidden_S, weights,
+            vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
+        )  # fmt: skip
 
     def unroll(self, batch: Batch) -> list[Tensor]:
         """Return the layer's output [B, T, D] at every anchor for each step of the training-time test."""

@@ -34,7 +34,7 @@ class Config(HeadConfig):
     draft_vocab_size: int = 8192
     """Words of the draft vocabulary, for lm_head `draft`; 0 elsewhere."""
     decay: float = 0.8
-    """Head k's loss weighs decay^k."""
+    """Head k's loss weighs decay^k, unless the recipe has step_weights."""
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
@@ -49,6 +49,11 @@ class Config(HeadConfig):
             raise HeadwayError("head.lm_head 'draft' needs head.draft_vocab_size >= 1; or use 'own' or 'shared'")
         if self.lm_head != "draft":
             object.__setattr__(self, "draft_vocab_size", 0)
+
+    @property
+    def num_steps(self) -> int:
+        """One step a head."""
+        return self.num_heads
 
     @classmethod
     def defaults(cls, info: Any) -> dict[str, Any]:
@@ -113,14 +118,17 @@ class Head(BaseHead):
             head.weight.data.copy_(weight)  # type: ignore[union-attr, operator]
 
     def loss(self, batch: Batch) -> LossReport:
-        """Return sum over k of decay^k times the mean cross-entropy of head k to the target's distribution at t + 1 + k."""
+        """Return sum over k of decay^k times the mean objective of head k against the target's distribution at t + 1 + k."""
         x = batch.tap_BTF.to(self.blocks[0][0].linear.weight.dtype)  # type: ignore[index, union-attr]
         hidden = [block(x) for block in self.blocks]
         if self.config.lm_head == "shared":
             weights = [self.frozen.lm_head_weight()]
         else:
             weights = [head.weight for head in self.lm_heads]  # type: ignore[misc]
-        return distil_loss(self.frozen, batch, hidden, weights, vocab=self.draft_vocab, decay=self.config.decay)
+        return distil_loss(
+            self.frozen, batch, hidden, weights,
+            vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
+        )  # fmt: skip
 
     def start(self, context: Context, state: Tensor | None, rows: int) -> Tensor:
         """Return the newest feature of each row [B, D]; nothing else is remembered."""
