@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from headway.heads.common.objective import Objective, Teacher, make_teacher, value, value_and_grad
+from headway.heads.common.objective import Objective, Scratch, Teacher, make_teacher, value, value_and_grad
 from headway.heads.common.protocol import Batch, Frozen, LossReport
 
 CHUNK_ELEMENTS = 1 << 22
@@ -47,14 +47,17 @@ def label_positions(batch: Batch) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def summarise(frozen: Frozen, last_MD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's log-normaliser [M] (fp32) and argmax [M] from features after the final norm, in chunks."""
-    normaliser, argmax = [], []
-    for part in last_MD.split(max(1, CHUNK_ELEMENTS // frozen.info.vocab_size)):
-        logits = frozen.logits(part).float()
-        normaliser.append(logits.logsumexp(-1))
-        argmax.append(logits.argmax(-1))
-    if not normaliser:
-        return last_MD.new_zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.long, device=last_MD.device)
-    return torch.cat(normaliser), torch.cat(argmax)
+    M = last_MD.shape[0]
+    normaliser_M = last_MD.new_zeros(M, dtype=_full(last_MD.dtype))
+    argmax_M = torch.zeros(M, dtype=torch.long, device=last_MD.device)
+    size = max(1, CHUNK_ELEMENTS // frozen.info.vocab_size)
+    for at in range(0, M, size):
+        part = slice(at, at + size)
+        # Written in place: small results kept between large ones would pin the holes that those leave in a CPU's heap.
+        logits = frozen.logits(last_MD[part]).to(normaliser_M.dtype)
+        torch.logsumexp(logits, -1, out=normaliser_M[part])
+        torch.argmax(logits, -1, out=argmax_M[part])
+    return normaliser_M, argmax_M
 
 
 @dataclass(frozen=True)
@@ -70,60 +73,73 @@ class Labels:
     label_M: Tensor
     """The target's argmax as an index of the head's vocabulary, -1 outside it."""
 
-    def teacher(self, part: slice, dtype: torch.dtype) -> Teacher:
+    def teacher(self, part: slice, dtype: torch.dtype, scratch: Scratch | None = None) -> Teacher:
         """Return the target's distribution at a chunk of the labels."""
-        logits_NV = self.frozen.logits(self.last_MD[part], self.vocab).to(dtype)
-        log_NV = logits_NV - self.normaliser_M[part, None].to(dtype)
-        return make_teacher(self.objective, log_NV, self.label_M[part])
+        log_NV = self.frozen.logits(self.last_MD[part], self.vocab).to(dtype)
+        log_NV.sub_(self.normaliser_M[part, None])
+        return make_teacher(self.objective, log_NV, self.label_M[part], scratch)
 
 
 @dataclass
-class _Result:
-    """What one pass over the chunks gives; a gradient that was not wanted is None."""
+class _Pass:
+    """One pass over chunks of the labels: losses and argmaxes, and the gradients of sum(weight * loss) that are wanted.
+
+    Nothing of size [M, V] outlives its chunk.
+    """
 
     loss_MS: Tensor
     best_MS: Tensor
     grad_hidden: Tensor | None
     grad_heads: list[Tensor | None]
+    scratch: Scratch
+
+    def add(
+        self, at: tuple[slice, int], teacher: Teacher, labels: Labels, weight_MS: Tensor, h_ND: Tensor, w: Tensor
+    ) -> None:
+        """Do one step of one chunk, `at` = (labels, step), with the LM head's weight w as the product takes it."""
+        z_NV = self.scratch.empty("z", h_ND.shape[0], w.shape[0], self.loss_MS)
+        if w.dtype == z_NV.dtype:
+            torch.mm(h_ND, w.T, out=z_NV)
+        else:
+            z_NV.copy_(h_ND @ w.T)
+        self.best_MS[at] = z_NV.argmax(-1)
+        self.loss_MS[at], grad_NV = value_and_grad(labels.objective, z_NV, teacher, self.scratch)
+        grad_head = self.grad_heads[0 if len(self.grad_heads) == 1 else at[1]]
+        if self.grad_hidden is None and grad_head is None:
+            return
+        grad_NV = grad_NV.mul_(weight_MS[at][:, None]).to(w.dtype)
+        if self.grad_hidden is not None:
+            self.grad_hidden[at] = (grad_NV @ w).to(self.grad_hidden.dtype)
+        if grad_head is not None and grad_head.dtype == w.dtype:
+            grad_head.addmm_(grad_NV.T, h_ND)  # in place: [V, D] once more would be the largest tensor of all
+        elif grad_head is not None:
+            grad_head += grad_NV.T @ h_ND
 
 
 def _pass(
     labels: Labels, weight_MS: Tensor, hidden_MSD: Tensor, lm_heads: Sequence[Tensor], wanted: Sequence[bool]
-) -> _Result:
-    """Return losses and argmaxes, and the gradients of sum(weight * loss) for the hidden states and each LM head wanted.
-
-    Nothing of size [M, V] outlives its chunk.
-    """
+) -> _Pass:
+    """Return a whole pass; `wanted` says whether the gradient of the hidden states and of each LM head is."""
     M, S, _ = hidden_MSD.shape
-    shared = len(lm_heads) == 1
-    full = _full(hidden_MSD.dtype)
-    grad_hidden = torch.zeros_like(hidden_MSD) if wanted[0] else None
-    grad_heads = [torch.zeros_like(w, dtype=full) if g else None for w, g in zip(lm_heads, wanted[1:], strict=True)]
-    loss_MS = hidden_MSD.new_zeros(M, S, dtype=full)
-    best_MS = torch.zeros(M, S, dtype=torch.long, device=hidden_MSD.device)
-    dtype = _product_dtype(hidden_MSD)
+    full, dtype = _full(hidden_MSD.dtype), _product_dtype(hidden_MSD)
+    done = _Pass(
+        loss_MS=hidden_MSD.new_zeros(M, S, dtype=full),
+        best_MS=torch.zeros(M, S, dtype=torch.long, device=hidden_MSD.device),
+        grad_hidden=torch.zeros_like(hidden_MSD) if wanted[0] else None,
+        grad_heads=[torch.zeros_like(w, dtype=full) if g else None for w, g in zip(lm_heads, wanted[1:], strict=True)],
+        scratch=Scratch(),
+    )
     weights = [w.detach().to(dtype) for w in lm_heads]
     size = max(1, CHUNK_ELEMENTS // lm_heads[0].shape[0])
     for at in range(0, M, size):
         part = slice(at, at + size)
-        teacher = labels.teacher(part, full)
+        teacher = labels.teacher(part, full, done.scratch)
         for s in range(S):
-            k = 0 if shared else s
-            h_ND = hidden_MSD[part, s].to(dtype)
-            z_NV = (h_ND @ weights[k].T).to(full)
-            best_MS[part, s] = z_NV.argmax(-1)
-            loss_MS[part, s], grad_NV = value_and_grad(labels.objective, z_NV, teacher)
-            grad_head = grad_heads[k]
-            if grad_hidden is None and grad_head is None:
-                continue
-            grad_NV = grad_NV.mul_(weight_MS[part, s, None]).to(dtype)
-            if grad_hidden is not None:
-                grad_hidden[part, s] = (grad_NV @ weights[k]).to(grad_hidden.dtype)
-            if grad_head is not None and grad_head.dtype == dtype:
-                grad_head.addmm_(grad_NV.T, h_ND)  # in place: [V, D] once more would be the largest tensor of all
-            elif grad_head is not None:
-                grad_head += grad_NV.T @ h_ND
-    return _Result(loss_MS, best_MS, grad_hidden, grad_heads)
+            w = weights[0 if len(weights) == 1 else s]
+            done.add((part, s), teacher, labels, weight_MS, hidden_MSD[part, s].to(dtype), w)
+        del teacher  # before the next is made
+    done.scratch = Scratch()  # the pass is kept until backward
+    return done
 
 
 def _full(dtype: torch.dtype) -> torch.dtype:
@@ -140,8 +156,8 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class _ChunkedDistil(torch.autograd.Function):
-    """Sum over labels and steps of weight * objective. The gradients are made in the same pass over the chunks, which saves
-    one product in four over making the logits again; only a second backward of the same graph makes them again."""
+    """Sum over labels and steps of weight * objective. The gradients are made in the same pass over the chunks, so that no
+    logits are made twice; only a second backward through the same graph makes them again."""
 
     @staticmethod
     def forward(
@@ -169,8 +185,7 @@ class _ChunkedDistil(torch.autograd.Function):
                 done = _pass(ctx.labels, weight_MS, hidden_MSD, lm_heads, ctx.wanted)
         grads = [done.grad_hidden, *done.grad_heads]
         scaled = [
-            None if g is None else g.mul_(grad).to(t.dtype)
-            for g, t in zip(grads, (hidden_MSD, *lm_heads), strict=True)
+            None if g is None else g.mul_(grad).to(t.dtype) for g, t in zip(grads, (hidden_MSD, *lm_heads), strict=True)
         ]
         return (None, None, None, *scaled)
 
@@ -206,9 +221,9 @@ def distil_loss(
     hidden_S: Sequence[Tensor],
     lm_heads: Sequence[Tensor],
     *,
+    objective: Objective,
     vocab: Tensor | None = None,
     decay: float = 0.8,
-    objective: Objective = Objective(),
     plain: bool = False,
 ) -> LossReport:
     """Return the loss of S draft steps: sum over s of a weight, decay^s or the objective's own, times the mean objective.

@@ -71,24 +71,50 @@ class Teacher:
         self.mass_N1 = self.p_NV.sum(-1, keepdim=True)
 
     @cached_property
-    def entropy_N(self) -> Tensor:
-        """m times the entropy of p / m, where m is the mass inside."""
+    def entropy(self) -> Tensor:
+        """m times the entropy of p / m [N], where m is the mass inside."""
         within_N = torch.xlogy(self.mass_N1, self.mass_N1)[:, 0]
         return within_N - torch.linalg.vecdot(self.p_NV, self.log_NV)
 
 
-def make_teacher(objective: Objective, log_NV: Tensor, label_N: Tensor) -> Teacher:
-    """Return the teacher of an objective from log p; `topk` keeps the likeliest words of the head's vocabulary only."""
+class Scratch:
+    """Matrices as large as a chunk's logits, kept from one chunk to the next. Freed and asked for again each time, several of
+    them leave holes in a CPU's heap into which the next do not fit, and memory grows with the number of chunks."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def like(self, name: str, x_NV: Tensor) -> Tensor:
+        """Return the matrix of that name with the shape of x, its contents of no meaning."""
+        return self.empty(name, x_NV.shape[0], x_NV.shape[1], x_NV)
+
+    def empty(self, name: str, rows: int, columns: int, of: Tensor) -> Tensor:
+        """Return the matrix of that name with so many rows and columns, in the dtype of another tensor."""
+        kept = self._kept.get(name)
+        if kept is None or kept.shape[0] < rows or kept.shape[1] != columns:
+            self._kept[name] = kept = of.new_empty(rows, columns)
+        return kept[:rows]
+
+
+def make_teacher(objective: Objective, log_NV: Tensor, label_N: Tensor, scratch: Scratch | None = None) -> Teacher:
+    """Return the teacher of an objective from log p; `topk` keeps the likeliest words of the head's vocabulary only.
+
+    log p is overwritten, and p lies in the scratch, if one is given.
+    """
     log_NV = log_NV.clamp_(min=LEAST_LOG)
     if objective.name == "topk" and objective.top_k < log_NV.shape[-1]:
         kept = log_NV.topk(objective.top_k, dim=-1)
-        log_NV = torch.full_like(log_NV, LEAST_LOG).scatter_(-1, kept.indices, kept.values)
-    return Teacher(log_NV, log_NV.exp(), label_N)
+        log_NV = log_NV.fill_(LEAST_LOG).scatter_(-1, kept.indices, kept.values)
+    p_NV = log_NV.exp() if scratch is None else torch.exp(log_NV, out=scratch.like("p", log_NV))
+    return Teacher(log_NV, p_NV, label_N)
 
 
-def value_and_grad(objective: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """Return the objective at each label [N] and its derivative with respect to the logits z [N, V]; z is overwritten."""
-    return _WRITTEN_OUT[objective.name](objective, z_NV, teacher)
+def value_and_grad(objective: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Return the objective at each label [N] and its derivative with respect to the logits z [N, V].
+
+    z is overwritten; the derivative lies in z or in the scratch, until the next call.
+    """
+    return _WRITTEN_OUT[objective.name](objective, z_NV, teacher, scratch)
 
 
 def value(objective: Objective, z_NV: Tensor, teacher: Teacher) -> Tensor:
@@ -97,18 +123,22 @@ def value(objective: Objective, z_NV: Tensor, teacher: Teacher) -> Tensor:
 
 
 def _through_softmax(q_NV: Tensor, d_NV: Tensor) -> Tensor:
-    """Return dL/dz from dL/dq."""
-    return (d_NV - torch.linalg.vecdot(q_NV, d_NV)[:, None]).mul_(q_NV)
+    """Return dL/dz from dL/dq, which is overwritten."""
+    return d_NV.sub_(torch.linalg.vecdot(q_NV, d_NV)[:, None]).mul_(q_NV)
 
 
-def _kl(_: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    # m KL(p/m || q), with m = sum(p)
+def _kl(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
     log_N1 = z_NV.logsumexp(-1, keepdim=True)
-    cross_N = (log_N1 * teacher.mass_N1)[:, 0] - torch.linalg.vecdot(teacher.p_NV, z_NV)
-    return cross_N - teacher.entropy_N, z_NV.sub_(log_N1).exp_().mul_(teacher.mass_N1).sub_(teacher.p_NV)
+    loss_N = _kl_value(z_NV, log_N1, teacher)
+    return loss_N, z_NV.sub_(log_N1).exp_().mul_(teacher.mass_N1).sub_(teacher.p_NV)
 
 
-def _ce(_: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+def _kl_value(z_NV: Tensor, log_N1: Tensor, teacher: Teacher) -> Tensor:
+    # m KL(p/m || q), with m = sum(p)
+    return (log_N1 * teacher.mass_N1)[:, 0] - torch.linalg.vecdot(teacher.p_NV, z_NV) - teacher.entropy
+
+
+def _ce(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
     inside_N1 = (teacher.label_N >= 0)[:, None].to(z_NV.dtype)
     label_N1 = teacher.label_N.clamp_min(0)[:, None]
     log_q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True))
@@ -116,37 +146,51 @@ def _ce(_: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
     return loss_N, log_q_NV.exp_().mul_(inside_N1).scatter_add_(-1, label_N1, -inside_N1)
 
 
-def _reverse_kl(_: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+def _reverse_kl(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
     log_q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True))
-    q_NV = log_q_NV.exp()
+    q_NV = torch.exp(log_q_NV, out=scratch.like("q", z_NV))
     d_NV = log_q_NV.sub_(teacher.log_NV)
-    return torch.linalg.vecdot(q_NV, d_NV), _through_softmax(q_NV, d_NV)
+    loss_N = torch.linalg.vecdot(q_NV, d_NV)
+    return loss_N, d_NV.sub_(loss_N[:, None]).mul_(q_NV)
 
 
-def _jsd(_: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+def _jsd(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
     log_q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True))
-    q_NV = log_q_NV.exp()
-    mean_NV = torch.logaddexp(log_q_NV, teacher.log_NV).sub_(math.log(2))
-    d_NV = log_q_NV.sub_(mean_NV)
-    of_q_N = torch.linalg.vecdot(q_NV, d_NV)
-    of_p_N = torch.linalg.vecdot(teacher.p_NV, mean_NV.neg_().add_(teacher.log_NV))
+    q_NV = torch.exp(log_q_NV, out=scratch.like("q", z_NV))
+    # log(q / mean) = log 2 - log(1 + p/q); a constant changes no gradient, and without log 2 less is lost to rounding
+    gap_NV = log_q_NV.neg_().add_(teacher.log_NV)
+    d_NV = _softplus(gap_NV, scratch.like("d", z_NV)).neg_()
+    of_q_N = math.log(2) + torch.linalg.vecdot(q_NV, d_NV)
+    other_NV = _softplus(gap_NV.neg_(), gap_NV)
+    of_p_N = math.log(2) * teacher.mass_N1[:, 0] - torch.linalg.vecdot(teacher.p_NV, other_NV)
     outside_N = (1 - teacher.mass_N1)[:, 0] * math.log(2)  # where q is 0, p log(p / (p/2))
     return 0.5 * (of_q_N + of_p_N + outside_N), _through_softmax(q_NV, d_NV).mul_(0.5)
 
 
-def _tv(_: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True)).exp_()
-    common_N = torch.minimum(q_NV, teacher.p_NV).sum(-1)
+def _softplus(x: Tensor, out: Tensor) -> Tensor:
+    """Return log(1 + e^x), in `out`; beyond 50 it is x to the last digit."""
+    return torch.ops.aten.softplus.out(x, 1, 50, out=out)  # type: ignore[no-any-return]
+
+
+def _tv(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    return _tv_of(z_NV.sub_(z_NV.logsumexp(-1, keepdim=True)).exp_(), teacher, scratch)
+
+
+def _tv_of(q_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    d_NV = scratch.like("d", q_NV)
+    common_N = torch.minimum(q_NV, teacher.p_NV, out=d_NV).sum(-1)
     # -1 where q is the lesser and its growth would be shared, 0 where p is; as autograd has it, half at a tie
-    d_NV = torch.sign(q_NV - teacher.p_NV).sub_(1).mul_(0.5)
+    torch.sub(q_NV, teacher.p_NV, out=d_NV).sign_().sub_(1).mul_(0.5)
     return 1 - common_N, _through_softmax(q_NV, d_NV)
 
 
-def _lk(objective: Objective, z_NV: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    tv_N, grad_NV = _tv(objective, z_NV.clone(), teacher)
-    kl_N, kl_grad_NV = _kl(objective, z_NV, teacher)
+def _lk(objective: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    log_N1 = z_NV.logsumexp(-1, keepdim=True)
+    kl_N = _kl_value(z_NV, log_N1, teacher)
+    q_NV = z_NV.sub_(log_N1).exp_()
+    tv_N, grad_NV = _tv_of(q_NV, teacher, scratch)
     share_N = (-objective.eta * (1 - tv_N)).exp()
-    grad_NV.lerp_(kl_grad_NV, share_N[:, None])
+    grad_NV.lerp_(q_NV.mul_(teacher.mass_N1).sub_(teacher.p_NV), share_N[:, None])
     return torch.lerp(tv_N, kl_N, share_N), grad_NV
 
 
@@ -181,7 +225,7 @@ def _plain_lk(objective: Objective, log_q_NV: Tensor, teacher: Teacher) -> Tenso
     return share_N * _plain_kl(objective, log_q_NV, teacher) + (1 - share_N) * tv_N
 
 
-_WRITTEN_OUT: dict[str, Callable[[Objective, Tensor, Teacher], tuple[Tensor, Tensor]]] = {
+_WRITTEN_OUT: dict[str, Callable[[Objective, Tensor, Teacher, Scratch], tuple[Tensor, Tensor]]] = {
     "kl": _kl,
     "ce": _ce,
     "reverse_kl": _reverse_kl,
@@ -220,7 +264,9 @@ def parse_objective(text: str, step_weights: tuple[float, ...] = ()) -> Objectiv
     if colon:
         objective = _with_number(objective, text, rest)
     if step_weights and not (all(0 <= w < math.inf for w in step_weights) and any(step_weights)):
-        raise HeadwayError(f"step_weights is {list(step_weights)}; give finite numbers of 0 or more, one above 0 at least")
+        raise HeadwayError(
+            f"step_weights is {list(step_weights)}; give finite numbers of 0 or more, one above 0 at least"
+        )
     return replace(objective, step_weights=tuple(step_weights))
 
 
