@@ -34,7 +34,7 @@ from headway.heads.common.draft_layer import (
 )
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import lm_head_factor
-from headway.heads.common.losses import distil_loss, label_positions, to_teacher
+from headway.heads.common.losses import distil_loss, feature_loss
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, module_dtype
 from headway.heads.common.vocab import IdsHead
 
@@ -48,7 +48,7 @@ class Config(LayerConfig):
     feature_weight: float = 1.0
     """Weight of the smooth-L1 distance to the target's feature."""
     token_weight: float = 0.1
-    """Weight of the cross-entropy to the target's distribution."""
+    """Weight of the objective against the target's distribution; 1.0 and 0.1 are the published weights."""
     noise: float = 0.1
     """Uniform noise between plus and minus this is added to the features in training."""
     bias: bool = False
@@ -56,7 +56,7 @@ class Config(LayerConfig):
     steps: int = 1
     """Steps trained on; the first reads the target's features, later ones the head's own."""
     decay: float = 0.8
-    """Step s weighs decay^s in the loss."""
+    """Step s weighs decay^s in both parts of the loss, unless the recipe has step_weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +71,11 @@ class Config(LayerConfig):
                 raise HeadwayError(f"head.{name} is {getattr(self, name)}; give 0 or more")
         if not self.feature_weight + self.token_weight:
             raise HeadwayError("head.feature_weight and head.token_weight are both 0; nothing would be learned")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of training, on its own predictions after the first."""
+        return self.steps
 
 
 class Head(IdsHead):
@@ -124,7 +129,7 @@ class Head(IdsHead):
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over steps s of decay^s times (feature_weight x mean smooth-L1 to the feature at t + 1 + s
-        + token_weight x mean cross-entropy to the target's distribution there); `loss_S` are the cross-entropies."""
+        + token_weight x mean objective against the target's distribution there); `loss_S` are the objectives."""
         config = self.config
         feature = batch.tap_BTF.to(module_dtype(self))
         if self.training and config.noise:
@@ -137,21 +142,11 @@ class Head(IdsHead):
             [self.lm_head()],
             vocab=self.draft_vocab,
             decay=config.decay,
+            objective=self.objective,
         )
-        loss = config.token_weight * report.loss
-        return replace(report, loss=loss + config.feature_weight * self._distance(batch, predicted_S))
-
-    def _distance(self, batch: Batch, predicted_S: Sequence[Tensor]) -> Tensor:
-        """Return sum over s of decay^s times the mean smooth-L1 distance of a component, over supervised labels."""
-        row_M, position_M = label_positions(batch)
-        feature_MD = batch.last_BTD[row_M, position_M].to(predicted_S[0].dtype)
-        total = predicted_S[0].new_zeros(())
-        for s, predicted in enumerate(predicted_S):
-            valid_M = position_M >= 1 + s
-            predicted_MD = to_teacher(predicted, s)[row_M, position_M]
-            distance_M = F.smooth_l1_loss(predicted_MD, feature_MD, reduction="none").float().mean(-1)
-            total = total + self.config.decay**s * (distance_M * valid_M).sum() / valid_M.sum().clamp_min(1)
-        return total
+        step_weight_S = self.objective.weights(len(predicted_S), config.decay).tolist()
+        distance, _ = feature_loss(batch, predicted_S, step_weight_S)
+        return replace(report, loss=config.token_weight * report.loss + config.feature_weight * distance)
 
     def start(self, context: Context, state: Drafted | None, rows: int) -> Drafted:
         """Run step 0 over newly committed anchors; keep their keys and values and the newest prediction of each row."""

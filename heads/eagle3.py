@@ -44,7 +44,7 @@ class Config(LayerConfig):
     steps: int = 4
     """Steps of the training-time test; drafting may go deeper."""
     decay: float = 0.8
-    """Step s weighs decay^s in the loss."""
+    """Step s weighs decay^s in the loss, as published, unless the recipe has step_weights."""
     fc_norm: bool = False
     """Norm each tap's feature before fc, so that none is louder than the others (EAGLE-3.1, arXiv 2605.09992)."""
     norm_output: bool = False
@@ -62,6 +62,11 @@ class Config(LayerConfig):
             raise HeadwayError(
                 f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more"
             )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the training-time test."""
+        return self.steps
 
     @classmethod
     def defaults(cls, info: TargetInfo) -> dict[str, Any]:
@@ -113,11 +118,13 @@ class Head(MapsHead):
         return self.norm(output_BTD) if self.config.norm_output else output_BTD
 
     def loss(self, batch: Batch) -> LossReport:
-        """Return sum over steps s of decay^s times the mean cross-entropy to the target's distribution at t + 1 + s."""
+        """Return sum over steps s of decay^s times the mean objective against the target's distribution at t + 1 + s."""
         hidden_S = [self.norm(h) for h in self.unroll(batch)]
+        weights = [self.lm_head.weight]
         return distil_loss(
-            self.frozen, batch, hidden_S, [self.lm_head.weight], vocab=self.draft_vocab, decay=self.config.decay
-        )
+            self.frozen, batch, hidden_S, weights,
+            vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
+        )  # fmt: skip
 
     def unroll(self, batch: Batch) -> list[Tensor]:
         """Return the layer's output [B, T, D] at every anchor for each step of the training-time test."""

@@ -45,7 +45,7 @@ class Config(LayerConfig):
     draft_vocab_size: int = 8192
     """Words of the draft vocabulary, for lm_head `draft`; 0 elsewhere."""
     decay: float = 0.8
-    """Head s's loss weighs decay^s."""
+    """Head s's loss weighs decay^s, unless the recipe has step_weights; the reference code weighs all alike, as 1 does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +58,11 @@ class Config(LayerConfig):
         check_lm_heads("hydra", self.lm_head, self.rank, self.draft_vocab_size, self.hidden_size)
         if self.lm_head != "draft":
             object.__setattr__(self, "draft_vocab_size", 0)
+
+    @property
+    def num_steps(self) -> int:
+        """One step a head."""
+        return self.num_heads
 
     @classmethod
     def defaults(cls, info: TargetInfo) -> dict[str, Any]:
@@ -108,7 +113,7 @@ class Head(IdsHead):
             self.prefix.begin_as_identity(source, feature_norm="input_layernorm")
 
     def loss(self, batch: Batch) -> LossReport:
-        """Return sum over s of decay^s times the mean cross-entropy of head s to the target's distribution at t + 1 + s."""
+        """Return sum over s of decay^s times the mean objective of head s against the target's distribution at t + 1 + s."""
         path = batch.tap_BTF.to(module_dtype(self))
         if self.prefix is not None:
             position = torch.arange(path.shape[1], device=path.device)[None]
@@ -119,7 +124,10 @@ class Head(IdsHead):
             path = torch.cat([path, after(embed_BTD, 1 + s)], dim=-1)
             outputs.append(block(path))
         hidden, weights = self.lm_heads.factors(outputs)
-        return distil_loss(self.frozen, batch, hidden, weights, vocab=self.draft_vocab, decay=self.config.decay)
+        return distil_loss(
+            self.frozen, batch, hidden, weights,
+            vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
+        )  # fmt: skip
 
     def start(self, context: Context, state: State | None, rows: int) -> State:
         """Run the prefix layer over newly committed features and keep each row's newest output."""

@@ -38,7 +38,7 @@ class Config(HeadConfig):
     draft_vocab_size: int = 8192
     """Words of the draft vocabulary, for lm_head `draft`; 0 elsewhere."""
     decay: float = 0.8
-    """Head k's loss weighs decay^k."""
+    """Head k's loss weighs decay^k, as published, unless the recipe has step_weights."""
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
@@ -50,6 +50,11 @@ class Config(HeadConfig):
         check_lm_heads("medusa", self.lm_head, self.rank, self.draft_vocab_size, self.hidden_size)
         if self.lm_head != "draft":
             object.__setattr__(self, "draft_vocab_size", 0)
+
+    @property
+    def num_steps(self) -> int:
+        """One step a head."""
+        return self.num_heads
 
     @classmethod
     def defaults(cls, info: Any) -> dict[str, Any]:
@@ -82,10 +87,13 @@ class Head(IdsHead):
         self.lm_heads.warm_start(self.draft_vocab)
 
     def loss(self, batch: Batch) -> LossReport:
-        """Return sum over k of decay^k times the mean cross-entropy of head k to the target's distribution at t + 1 + k."""
+        """Return sum over k of decay^k times the mean objective of head k against the target's distribution at t + 1 + k."""
         x = batch.tap_BTF.to(module_dtype(self))
         hidden, weights = self.lm_heads.factors([block(x) for block in self.blocks])
-        return distil_loss(self.frozen, batch, hidden, weights, vocab=self.draft_vocab, decay=self.config.decay)
+        return distil_loss(
+            self.frozen, batch, hidden, weights,
+            vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
+        )  # fmt: skip
 
     def start(self, context: Context, state: Tensor | None, rows: int) -> Tensor:
         """Return the newest feature of each row [B, D]; nothing else is remembered."""

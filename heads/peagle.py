@@ -61,7 +61,7 @@ class Config(LayerConfig):
     max_anchors: int = 512
     """At most this many anchors of a row train beyond depth 0."""
     decay: float = 1.0
-    """Depth d weighs decay^d in the loss."""
+    """Depth d weighs decay^d in the loss, unless the recipe has step_weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +77,11 @@ class Config(LayerConfig):
             raise HeadwayError(
                 f"head.draft_vocab_size is {self.draft_vocab_size}; use 0 for the whole vocabulary or more"
             )
+
+    @property
+    def num_steps(self) -> int:
+        """One step a depth."""
+        return self.depths
 
     @classmethod
     def defaults(cls, info: TargetInfo) -> dict[str, Any]:
@@ -166,12 +171,13 @@ class Head(MapsHead):
         return feature, torch.cat([embed_BTD, self._embed(mask).expand(B, masks, D)], dim=1)
 
     def loss(self, batch: Batch) -> LossReport:
-        """Return sum over depths d of decay^d times the mean cross-entropy to the target's distribution at t + 1 + d.
+        """Return sum over depths d of decay^d times the mean objective against the target's distribution at t + 1 + d.
 
         In training each mean is over the depth's sample of anchors, in evaluation over all.
         """
         sample = self.sample(batch) if self.training else self._every_anchor(batch)
         vocab, weights = self.draft_vocab, [self.lm_head.weight]
+        alone = replace(self.objective, step_weights=())  # each call has one step, which is weighed below
         reports = []
         for d, output in enumerate(self.unroll(batch, sample)):
             hidden, goals = self.norm(output), batch.supervised_BT
@@ -179,8 +185,10 @@ class Head(MapsHead):
                 hidden, goals = _to_anchors(hidden, sample, d, goals)
                 hidden = to_teacher(hidden, d - 1)  # distil_loss shifts by one more: its only step is this depth
             one = replace(batch, supervised_BT=goals)
-            reports.append(distil_loss(self.frozen, one, [hidden], weights, vocab=vocab))
-        loss = sum((self.config.decay**d * r.loss for d, r in enumerate(reports)), start=reports[0].loss.new_zeros(()))
+            reports.append(distil_loss(self.frozen, one, [hidden], weights, vocab=vocab, objective=alone))
+        step_weight_S = self.objective.weights(len(reports), self.config.decay).tolist()
+        weighted = (weight * r.loss for weight, r in zip(step_weight_S, reports, strict=True))
+        loss = sum(weighted, start=reports[0].loss.new_zeros(()))
         return LossReport(
             loss=loss,
             loss_S=torch.cat([r.loss_S for r in reports]),

@@ -17,6 +17,7 @@ import yaml
 
 from headway.data.shards import Store
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.objective import Objective, parse_objective
 from headway.heads.common.protocol import find_family
 from headway.train.batches import Supervise
 
@@ -93,18 +94,32 @@ class TrainConfig:
     supervise: Supervise = "answers"
     """Which tokens are goals: those of the answers, or `all`, prompts and template too. With self-written prompts `all`
     trains on half as many tokens again for little more time. Held-out figures are over answers either way."""
+    loss: str = "kl"
+    """What is minimised: kl (forward KL), ce (cross-entropy to the target's likeliest word), reverse_kl, jsd, tv (total
+    variation), lk or lk:eta=3 (KL giving way to total variation), topk or topk:k=64 (KL over the target's likeliest words)."""
+    step_weights: tuple[float, ...] = ()
+    """Weight of each draft step (each head of Medusa) in the loss; not given, head.decay^step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the hidden matrices, AdamW for LM heads and vectors; torch 2.9 or later."""
     lr: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate; Muon's updates are scaled to AdamW's size, so that one rate serves both."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up. cosine: falls over all steps; wsd (warm-up, stable, decay): stays, and falls in a line at the end."""
     warmup: float = 0.05
     """Below 1 a share of the steps, otherwise a number of steps."""
+    cooldown: float = 0.2
+    """The fall of schedule wsd: below 1 a share of the steps, otherwise a number of steps."""
     min_lr_ratio: float = 0.05
-    """Share of the peak that the cosine ends at."""
+    """Share of the peak that the schedule ends at."""
     weight_decay: float = 0.0
     """On matrices only."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Of AdamW."""
     clip: float = 1.0
     """Largest gradient norm; 0 does not clip."""
+    ema: float = 0.0
+    """Decay of a running average of the weights, for example 0.999; the average is evaluated and saved as the head. 0 keeps
+    none."""
 
     eval_fraction: float = 0.05
     """Share of the dialogs held out, chosen by a hash of their id; 0 holds out none."""
@@ -153,16 +168,31 @@ class TrainConfig:
         for name, most in (("seed", 2**63 - 1), ("max_seconds", 1e9), ("epochs", 1e6)):
             if (getattr(self, name) or 0) > most:
                 raise HeadwayError(f"{name} is {getattr(self, name)}; give at most {most:g}")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise HeadwayError(f"betas is {list(self.betas)}; give two numbers from 0 to below 1")
+        self._check_optimisation()
         find_family(self.family)
         self._check_what_it_begins_with()
+        self.objective()
+
+    def _check_optimisation(self) -> None:
+        self._at_least("cooldown", 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise HeadwayError(f"betas is {list(self.betas)}; give two numbers from 0 to below 1")
+        if not 0 <= self.ema < 1:
+            raise HeadwayError(f"ema is {self.ema}; give a number from 0 to below 1")
+        if self.schedule == "wsd" and self.warmup < 1 and self.cooldown < 1 and self.warmup + self.cooldown > 1:
+            raise HeadwayError(
+                f"warmup {self.warmup} and cooldown {self.cooldown} are more than all the steps; give shares of 1 together"
+            )
 
     def _check_what_it_begins_with(self) -> None:
         if self.lora is not None and self.init_from is None:
             raise HeadwayError("lora trains on a head that there is; give init_from=HEAD, or leave out lora")
         if self.merge_adapter and self.target_adapter is None:
             raise HeadwayError("merge_adapter has no adapter to merge; give target_adapter, or leave it out")
+
+    def objective(self) -> Objective:
+        """Return what `loss` and `step_weights` say."""
+        return parse_objective(self.loss, self.step_weights)
 
     def _at_least(self, name: str, least: float) -> None:
         # Written so that a NaN does not pass.

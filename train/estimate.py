@@ -39,6 +39,7 @@ from headway.train.batches import make_batches, make_rows
 from headway.train.config import TrainConfig, load_recipe
 from headway.train.features import FIGURE_BYTES, choose_cache, free_memory
 from headway.train.lora import add_lora, head_fields
+from headway.train.optimizers import is_hidden_matrix
 from headway.train.run_folder import KEEP
 from headway.train.schedule import steps_by_count
 
@@ -65,6 +66,8 @@ CPU_SHARE = 0.5
 """Share of the speed of one large product that a step reaches on a CPU. An assumption too."""
 STATE_BYTES, ADAM_BYTES = 4, 8
 """Of each trained weight: itself, and its two moments, in float32."""
+MUON_BYTES = 4
+"""Of each weight that Muon takes: its momentum."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Work:
 
     num_weights: int
     """Trained ones."""
+    kept_bytes: int
+    """Of the weights, the optimizer's state and, with ema, the average: in memory and in a state on disk."""
     flops: float
     """Floating-point operations a position, forward and backward, without the target's pass."""
     peak_bytes: int
@@ -220,7 +225,7 @@ def _price_memory(
 ) -> dict[str, int]:
     """Return the bytes of each device's memory."""
     weights = sizes.num_weights * itemsize
-    memory = {"target": weights, "head": work.num_weights * (STATE_BYTES + ADAM_BYTES), "step": work.peak_bytes}
+    memory = {"target": weights, "head": work.kept_bytes, "step": work.peak_bytes}
     if itemsize == 2:
         memory["head in 16 bits"] = 2 * work.num_weights
     if place.is_cpu and weights <= PACKED_SHARE * place.memory:
@@ -239,8 +244,7 @@ def _price_memory(
 
 def _price_disk(config: TrainConfig, work: Work, features: dict[str, Any], problems: list[str]) -> dict[str, int]:
     """Return the bytes that the run folder takes at most."""
-    state = work.num_weights * (STATE_BYTES + ADAM_BYTES)
-    disk = {"states": (KEEP + 1) * state, "head": work.num_weights * STATE_BYTES}
+    disk = {"states": (KEEP + 1) * work.kept_bytes, "head": work.num_weights * STATE_BYTES}
     if features["kept"] == "disk":
         disk["features"] = features["kept_bytes"]
     disk["together"] = sum(disk.values())
@@ -314,12 +318,24 @@ def lay_out(config: TrainConfig, sizes: Sizes) -> Head:
     config_class, head_class = find_family(config.family)
     with torch.device("meta"):
         head = head_class(config_class.for_target(sizes.info, **head_fields(config)), empty_frozen(sizes.info))
-        return head if config.lora is None else add_lora(head, config.lora)
+        head = head if config.lora is None else add_lora(head, config.lora)
+    head.objective = config.objective()
+    return head
+
+
+def kept_bytes(config: TrainConfig, head: Head) -> int:
+    """Return the bytes of a head's trained weights with their optimizer's state and, with ema, their average."""
+    each = STATE_BYTES * (2 if config.ema else 1)
+    named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
+    of_muon = [p for name, p in named if config.optimizer == "muon" and is_hidden_matrix(name, p)]
+    num_weights, num_muon = (sum(p.numel() for p in some) for some in ([p for _, p in named], of_muon))
+    return each * num_weights + ADAM_BYTES * (num_weights - num_muon) + MUON_BYTES * num_muon
 
 
 def follow(head: Head, sizes: Sizes, config: TrainConfig, data: Data) -> Work:
     """Return what a step takes: operations with rows of the mean length, memory with the longest."""
     num_weights = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    kept = kept_bytes(config, head)
     mean = max(3, min(round(data.mean), config.max_length))
     rows = max(1, config.tokens_per_batch // mean)
     longest = min(data.longest, config.max_length)
@@ -328,8 +344,10 @@ def follow(head: Head, sizes: Sizes, config: TrainConfig, data: Data) -> Work:
         _, peak = follow_step(head, max(1, config.tokens_per_batch // longest), longest, sizes.info.hidden_size)
     except (RuntimeError, NotImplementedError):  # a loss that asks tensors for their contents
         # Forward and backward are 6 operations a weight, in each step of a head that runs several.
-        return Work(num_weights, 6.0 * num_weights * getattr(head.config, "steps", 1), 4 * num_weights, followed=False)
-    return Work(num_weights, flops / (rows * mean), peak)
+        return Work(
+            num_weights, kept, 6.0 * num_weights * getattr(head.config, "steps", 1), 4 * num_weights, followed=False
+        )
+    return Work(num_weights, kept, flops / (rows * mean), peak)
 
 
 def follow_step(head: Head, B: int, T: int, D: int) -> tuple[float, int]:
@@ -391,7 +409,8 @@ def require_memory(config: TrainConfig, dtype: str, device: str) -> None:
         return
     weights = sizes.num_weights * DTYPES[dtype].itemsize
     head = lay_out(config, sizes)
-    head_bytes = (2 * STATE_BYTES + ADAM_BYTES) * sum(p.numel() for p in head.parameters() if p.requires_grad)
+    gradients = STATE_BYTES * sum(p.numel() for p in head.parameters() if p.requires_grad)
+    head_bytes = kept_bytes(config, head) + gradients
     if config.target_device is not None:
         head_bytes = 0  # it is elsewhere
     free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
@@ -405,8 +424,8 @@ def require_memory(config: TrainConfig, dtype: str, device: str) -> None:
 
 def require_disk(config: TrainConfig, head: Head) -> None:
     """Raise HeadwayError when the states of a run cannot be kept where its folder is."""
-    size = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    need, free = ((KEEP + 1) * (STATE_BYTES + ADAM_BYTES) + STATE_BYTES) * size, free_disk(Path(config.out))
+    size = STATE_BYTES * sum(p.numel() for p in head.parameters() if p.requires_grad)
+    need, free = (KEEP + 1) * kept_bytes(config, head) + size, free_disk(Path(config.out))
     if need > free:
         raise HeadwayError(
             f"the states of this run take {gb(need)}, {config.out} has {gb(free)} free; give an out=... on a larger disk"

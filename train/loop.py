@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,8 @@ def steps(run: Run) -> dict[str, Any]:
             refuse_non_finite(run, "gradient norm", norm)
             if anywhere(accelerator, bool(reports)):
                 run.optimizer.step()
+                if run.average is not None:
+                    run.average.update(run.head, progress.step)
             run.optimizer.zero_grad(set_to_none=True)
 
             # log
@@ -186,27 +188,12 @@ def summarise(reports: list[LossReport]) -> dict[str, Any]:
 def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
     """Return the figures on held-out rows; the main process computes them, the others wait."""
     metrics: dict[str, Any] = {}
-    config, begin = run.config, time.perf_counter()
+    begin = time.perf_counter()
     if run.accelerator.is_main_process and run.rows.held_out:
         run.head.eval()
         run.train.settle()
-        held_out = (run.held_out[i] for i in range(len(run.held_out.batches)))
-        metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.head, held_out).items()}
-        room = run.target.max_positions - config.eval_tokens
-        prompts = choose_prompts(run.rows.held_out, config.eval_prompts, room)
-        since = time.perf_counter()
-        if prompts and not interrupted.is_set():
-            accepted = evaluate_accepted_length(
-                run.target,
-                beside_target(run),
-                run.policy,
-                prompts,
-                max_new_tokens=config.eval_tokens,
-                batch_size=len(prompts),
-                stop=interrupted.is_set,
-            )
-            metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}
-            metrics["accepted_seconds"] = round(time.perf_counter() - since, 3)
+        with result_weights(run):
+            metrics = held_out_figures(run, interrupted)
         run.head.train()
         metrics["held_out_seconds"] = round(time.perf_counter() - begin, 3)
         run.progress.eval_seconds += metrics["held_out_seconds"]
@@ -215,6 +202,34 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
             log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
+
+
+def held_out_figures(run: Run, interrupted: threading.Event) -> dict[str, Any]:
+    """Return loss, agreement and accepted length of the head as it is, on held-out rows."""
+    config = run.config
+    held_out = (run.held_out[i] for i in range(len(run.held_out.batches)))
+    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.head, held_out).items()}
+    room = run.target.max_positions - config.eval_tokens
+    prompts = choose_prompts(run.rows.held_out, config.eval_prompts, room)
+    since = time.perf_counter()
+    if prompts and not interrupted.is_set():
+        accepted = evaluate_accepted_length(
+            run.target,
+            beside_target(run),
+            run.policy,
+            prompts,
+            max_new_tokens=config.eval_tokens,
+            batch_size=len(prompts),
+            stop=interrupted.is_set,
+        )
+        metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}
+        metrics["accepted_seconds"] = round(time.perf_counter() - since, 3)
+    return metrics
+
+
+def result_weights(run: Run) -> AbstractContextManager[None]:
+    """Inside, the head has the weights that the run would leave: their average where one is kept."""
+    return nullcontext() if run.average is None else run.average.instead(run.head)
 
 
 def beside_target(run: Run) -> Head:
@@ -229,7 +244,7 @@ def beside_target(run: Run) -> Head:
 def save_state(run: Run) -> None:
     """Write a state to continue from."""
     if run.accelerator.is_main_process:
-        run.folder.save(run.progress, run.head, run.optimizer)
+        run.folder.save(run.progress, run.head, run.optimizer, run.average)
     run.accelerator.wait_for_everyone()
 
 
@@ -251,8 +266,9 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
             "written_by": run.manifest.get("target", run.target.info.name),
             "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
         }
-        head, lora = split(run.head, run.config)
-        save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
+        with result_weights(run):
+            head, lora = split(run.head, run.config)
+            save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
         shutil.rmtree(run.folder.path / "cache", ignore_errors=True)
         if run.progress.skipped:
             say(f"{run.progress.skipped} batches had no supervised token and were skipped")

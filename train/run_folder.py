@@ -2,7 +2,7 @@
 
 run.json                 recipe as resolved, number of steps, and what made the run (provenance.py), its continuations too
 log.jsonl                one row per logged step or evaluation
-state/step-120/          head.safetensors, optimizer.pt, state.json
+state/step-120/          head.safetensors, optimizer.pt, state.json; with ema, average.safetensors
 head/                    the result
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,12 +19,13 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from headway.data.jsonl import lock
 from headway.data.manifest import check_writable, read_json, write_json
 from headway.heads.common.checkpoint import read_tensors, written_aside
 from headway.heads.common.errors import HeadwayError
+from headway.train.average import Average
 from headway.train.config import TrainConfig
 from headway.train.provenance import continuation, provenance
 
@@ -132,12 +133,13 @@ class RunFolder:
             raise HeadwayError(f"{path} describes no run; delete it to begin anew, or give another folder: out=...")
         return run
 
-    def save(self, progress: Progress, head: nn.Module, optimizer: Any) -> Path:
+    def save(self, progress: Progress, head: nn.Module, optimizer: Any, average: Average | None = None) -> Path:
         """Write a state and remove all but the newest two."""
         folder = self.path / "state" / f"step-{progress.step}"
         with written_aside(folder) as aside:
-            tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in head.state_dict().items()}
-            save_file(tensors, aside / "head.safetensors")
+            save_file(_copies(head.state_dict()), aside / "head.safetensors")
+            if average is not None:
+                save_file(_copies(average.weights), aside / "average.safetensors")
             torch.save({"optimizer": optimizer.state_dict(), "rng": _rng()}, aside / "optimizer.pt")
             (aside / "state.json").write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")
         torn = folder.parent.glob(".step-*.tmp")  # left by a process that was killed while it saved
@@ -145,8 +147,8 @@ class RunFolder:
             shutil.rmtree(old, ignore_errors=True)
         return folder
 
-    def load(self, head: nn.Module, optimizer: Any) -> Progress | None:
-        """Fill head and optimizer from the newest state, and return its counters; None where there is no state.
+    def load(self, head: nn.Module, optimizer: Any, average: Average | None = None) -> Progress | None:
+        """Fill head, optimizer and average from the newest state, and return its counters; None where there is no state.
 
         Raises HeadwayError for a damaged state, naming the file.
         """
@@ -160,6 +162,8 @@ class RunFolder:
             except (OSError, ValueError, TypeError) as e:
                 raise _damaged(folder / "state.json", folder) from e
             head.load_state_dict(read_tensors(folder / "head.safetensors"), strict=True)
+            if average is not None:
+                average.load(read_tensors(folder / "average.safetensors"))
             optimizer.load_state_dict(rest["optimizer"])
             _set_rng(rest["rng"])
             return progress
@@ -201,10 +205,11 @@ class RunFolder:
         write_json(self.path / "run.json", run)
 
     def _check_same(self, saved: dict[str, Any], recipe: dict[str, Any], dialogs_sha256: str) -> None:
-        # A key that is newer than the run has its default there.
+        # A run begun before a key existed was made with what is now its default.
         defaults = {f.name: f.default for f in fields(TrainConfig) if f.default is not MISSING}
+        known = {**json.loads(json.dumps(defaults)), **saved["recipe"]}
         for key in {**saved["recipe"], **recipe}:
-            before, after = saved["recipe"].get(key, defaults.get(key)), recipe.get(key)
+            before, after = known.get(key), recipe.get(key)
             if before != after and key not in FREE_KEYS:
                 if isinstance(before, dict) and isinstance(after, dict):
                     inner = next(k for k in {**before, **after} if before.get(k) != after.get(k))
@@ -229,6 +234,10 @@ def sha256_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _damaged(path: Path, folder: Path) -> HeadwayError:

@@ -18,10 +18,16 @@ TIMING_SHARE = 0.05
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
-    """Return the rate of the step after `step` done ones: linear warm-up, then a cosine down to min_lr_ratio."""
+    """Return the rate of the step after `step` done ones: linear warm-up, then down to min_lr_ratio, along a cosine or, with
+    wsd, along a line over the last `cooldown` steps."""
     warmup = config.warmup * total_steps if config.warmup < 1 else config.warmup
     if step < warmup:
         return config.lr * (step + 1) / (warmup + 1)
+    if config.schedule == "wsd":
+        cooldown = config.cooldown * total_steps if config.cooldown < 1 else config.cooldown
+        start = max(warmup, total_steps - cooldown)
+        share = min(1.0, max(0.0, step - start) / max(1.0, total_steps - start))
+        return config.lr * (1 - (1 - config.min_lr_ratio) * share)
     share = min(1.0, (step - warmup) / max(1.0, total_steps - warmup))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share)))
 

@@ -22,11 +22,13 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch, Head, LossReport, find_family
 from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
+from headway.train.average import Average
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
 from headway.train.lora import begin_with
+from headway.train.optimizers import Both, check_optimizer, make_optimizer
 from headway.train.progress import say
 from headway.train.provenance import data_facts
 from headway.train.run_folder import Progress, RunFolder, sha256_of
@@ -62,6 +64,8 @@ class Run:
     model: nn.Module
     """The head's loss, wrapped by accelerate."""
     optimizer: Any
+    average: Average | None
+    """Of the weights, with `ema`."""
     train: Features
     held_out: Features
     rows: Rows
@@ -91,6 +95,7 @@ def prepare(
 
     The main process holds `folder` from then on.
     """
+    check_optimizer(config)
     manifest, dialogs = read_manifest(config.dialogs), read_dialogs(config.dialogs)
     rows = make_rows(dialogs, config.max_length, config.eval_fraction, config.eval_rows, config.supervise)
     tree = None if config.tree == "auto" else parse_policy(config.tree)
@@ -130,7 +135,8 @@ def prepare(
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
     optimizer = make_optimizer(config, head)
     model, optimizer = accelerator.prepare(Step(head, autocast), optimizer)
-    progress = folder.load(head, optimizer) or Progress()
+    average = Average(head, config.ema) if config.ema else None
+    progress = folder.load(head, optimizer, average) or Progress()
     if total_steps is None and accelerator.is_main_process:
         total_steps = by_count
         if config.max_seconds is not None and progress.step == 0:
@@ -148,7 +154,7 @@ def prepare(
         say_plan(head, rows, train, said, total_steps, progress)
     begin_tracking(config, accelerator, continued=progress.step > 0)
     return Run(
-        config, accelerator, folder, target, head, model, optimizer, train, held_out, rows, tree, manifest,
+        config, accelerator, folder, target, head, model, optimizer, average, train, held_out, rows, tree, manifest,
         total_steps, progress,
     )  # fmt: skip
 
@@ -249,26 +255,22 @@ def prepare_features(
 def make_head(config: TrainConfig, target: Target, rows: Rows, device: torch.device) -> Head:
     """Return a head with its draft vocabulary chosen and its weights warm-started; `device` is where it will be."""
     frozen = target.frozen if config.target_device is None else target.frozen_on(device)
-    if config.init_from is not None:
-        return begin_with(config, frozen)
     config_class, head_class = find_family(config.family)
-    head = head_class(config_class.for_target(target.info, **config.head), frozen)
+    if config.init_from is not None:
+        head = begin_with(config, frozen)
+    else:
+        head = head_class(config_class.for_target(target.info, **config.head), frozen)
+    head.objective = config.objective()
+    if head.config.num_steps is not None:
+        head.objective.check_steps(head.config.num_steps)
+    if config.init_from is not None:
+        return head
     size = getattr(head.config, "draft_vocab_size", 0)
     if size:
         counts = count_tokens(rows.train, target.info.vocab_size)
         head.set_draft_vocab(choose_draft_vocab(counts, size, target.info.num_tokens, always_keep=target.eos_ids))
     head.warm_start()
     return head.float()
-
-
-def make_optimizer(config: TrainConfig, head: Head) -> torch.optim.AdamW:
-    """Return AdamW over what is trainable; weight decay falls on matrices only."""
-    parameters = [p for p in head.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
 
 
 def trial(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Batch) -> None:
@@ -280,7 +282,7 @@ def trial(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Bat
     for group in raw.param_groups:
         group["lr"] = 0.0
     raw.step()
-    raw.state.clear()
+    raw.forget() if isinstance(raw, Both) else raw.state.clear()
     raw.zero_grad(set_to_none=True)
 
 

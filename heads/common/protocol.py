@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.objective import Objective
 
 Tap = int | Literal["last"]
 
@@ -122,6 +123,11 @@ class HeadConfig:
                 f"head.draft_vocab_size is {words}, the tokenizer has {info.num_tokens} tokens; use at most that"
             )
         return config
+
+    @property
+    def num_steps(self) -> int | None:
+        """Draft steps that training counts, each with its weight in the loss; None where the family does not say."""
+        return None
 
     @classmethod
     def defaults(cls, info: TargetInfo) -> dict[str, Any]:
@@ -237,6 +243,8 @@ class Head(nn.Module):
         super().__init__()
         self.config = config
         self.frozen = frozen  # no Module, so nothing of the target is registered
+        self.objective = Objective()
+        """What `loss` minimises; the recipe's, set before training."""
 
     @property
     def max_depth(self) -> int | None:

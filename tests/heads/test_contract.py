@@ -14,6 +14,7 @@ import torch
 
 from headway.heads.common.checkpoint import load_head, save_head
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.objective import Objective
 from headway.heads.common.protocol import Batch, Context, Frontier, Head, families, find_family
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
@@ -136,11 +137,15 @@ def drafted_logits(head: Head, batch: Batch, anchor: int, depth: int, split: int
 
 
 def loss_of_logits(head: Head, batch: Batch, logits: torch.Tensor, label: int) -> float:
-    """Return the cross-entropy of run-time logits to the target's distribution before token `label`, by definition."""
-    p = target_probability(head, batch, label - 1)
-    logq = logits.float().log_softmax(-1)
-    vocab = head.draft_vocab
-    return -float((p if vocab is None else p[vocab]).double() @ logq.double())
+    """Return the head's objective, kl or tv, of run-time logits and the target's distribution before token `label`, by
+    definition."""
+    p = target_probability(head, batch, label - 1).double()
+    logq = logits.detach().double().log_softmax(-1)
+    p = p if head.draft_vocab is None else p[head.draft_vocab]
+    if head.objective.name == "tv":
+        return 1 - float(torch.minimum(p, logq.exp()).sum())
+    inside = p / p.sum()
+    return float(p.sum() * (inside @ (inside.log() - logq)))
 
 
 def target_probability(head: Head, batch: Batch, position: int) -> torch.Tensor:
@@ -148,7 +153,7 @@ def target_probability(head: Head, batch: Batch, position: int) -> torch.Tensor:
 
 
 def test_training_and_drafting_compute_the_same(head, target):
-    """The loss at (anchor, step) is the cross-entropy of what start and step give for the same tokens."""
+    """The loss at (anchor, step) is the objective of what start and step give for the same tokens."""
     batch = make_batch(target, head.config.taps, lengths=(20,))
     steps = int(head.loss(batch).loss_S.numel())
     for anchor in (7, 12):
@@ -160,6 +165,30 @@ def test_training_and_drafting_compute_the_same(head, target):
             report = head.loss(only)
             want = loss_of_logits(head, batch, logits[s], label)
             assert float(report.loss_S[s]) == pytest.approx(want, rel=1e-4, abs=1e-5), (anchor, s)
+
+
+def test_a_head_minimises_the_objective_it_is_given(head, target):
+    head.objective = Objective("tv")
+    test_training_and_drafting_compute_the_same(head, target)
+
+
+def test_every_step_has_its_weight(head, target):
+    """A family hands its objective on: the weights of its steps are the recipe's, and a wrong number of them is refused."""
+    batch = make_batch(target, head.config.taps)
+    steps = head.loss(batch).loss_S.numel()
+    assert head.config.num_steps == steps
+    alone = []
+    for s in range(steps):
+        head.objective = Objective(step_weights=tuple(float(i == s) for i in range(steps)))
+        report = head.loss(batch)
+        alone.append(report.loss.item())
+        if not hasattr(head.config, "feature_weight"):  # eagle's loss has a second part
+            assert alone[s] == pytest.approx(report.loss_S[s].item(), rel=1e-5)
+    head.objective = Objective(step_weights=tuple(float(s + 2) for s in range(steps)))
+    assert head.loss(batch).loss.item() == pytest.approx(sum((s + 2) * x for s, x in enumerate(alone)), rel=1e-5)
+    head.objective = Objective(step_weights=(1.0,) * (steps + 1))
+    with pytest.raises(HeadwayError, match=f"the head has {steps} steps"):
+        head.loss(batch)
 
 
 def test_parity_check_can_fail(head, target):

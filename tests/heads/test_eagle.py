@@ -9,6 +9,7 @@ import torch
 
 from headway.heads.common.draft_layer import unroll
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.objective import Objective
 from headway.heads.common.protocol import find_family
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
@@ -69,6 +70,19 @@ def test_the_loss_is_its_two_parts_by_definition(target):
         d = (predicted[b, j - 1] - batch.last_BTD[b, j]).abs()
         distance.append(torch.where(d < 1, d.square() / 2, d - 0.5).mean())
     assert parts["feature"] == pytest.approx(float(torch.stack(distance).mean()), rel=1e-5)
+
+
+def test_both_parts_take_the_weights_of_the_steps(target):
+    head = small("eagle", target, steps=2)
+    batch = make_batch(target, head.config.taps)
+    for part in ("feature_weight", "token_weight"):
+        head.config = dataclasses.replace(head.config, **{"feature_weight": 0.0, "token_weight": 0.0, part: 1.0})
+        loss = {}
+        for weights in ((1.0, 0.0), (0.0, 1.0), (3.0, 2.0)):
+            head.objective = Objective(step_weights=weights)
+            loss[weights] = head.loss(batch).loss.item()
+        assert loss[1.0, 0.0] != pytest.approx(loss[0.0, 1.0], rel=1e-3)
+        assert loss[3.0, 2.0] == pytest.approx(3 * loss[1.0, 0.0] + 2 * loss[0.0, 1.0], rel=1e-5)
 
 
 def test_noise_is_of_training_alone(target):

@@ -95,18 +95,21 @@ def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
         assert sizes.num_active == sum(p.numel() for n, p in model.named_parameters() if "layers" in n or "norm" in n)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    ("family", "loss"), [*((family, "kl") for family in families()), ("medusa", "jsd"), ("eagle3", "topk:k=8")]
+)
 def test_the_step_that_is_followed_is_the_step_that_runs(
-    recipe: Make, tiny: Target, tmp_path: Path, family: str
+    recipe: Make, tiny: Target, tmp_path: Path, family: str, loss: str
 ) -> None:
     """Operations and memory of a head without weights are those of one with them, on real rows."""
     tiny.model.config.save_pretrained(tmp_path / "tiny")
-    config = recipe(family=family, head={"draft_vocab_size": 64}, target=str(tmp_path / "tiny"))
+    config = recipe(family=family, head={"draft_vocab_size": 64}, target=str(tmp_path / "tiny"), loss=loss)
     B, T, D = 2, 12, 64
     head = lay_out(config, read_sizes(config.target))
     flops, peak = follow_step(head, B, T, D)
     config_class, head_class = find_family(family)
     real = head_class(config_class.for_target(tiny.info, draft_vocab_size=64), tiny.frozen)
+    real.objective = config.objective()
     width = D * len(real.config.taps)
     batch = Batch(
         torch.randint(0, 260, (B, T)),
@@ -125,6 +128,31 @@ def test_the_step_that_is_followed_is_the_step_that_runs(
     assert peak == pytest.approx(memory.peak, rel=0.02)
     assert peak > sum(4 * p.numel() for p in real.parameters())  # its gradients
     assert follow_step(head, 2 * B, T, D)[0] > 1.9 * flops
+
+
+def test_what_the_optimizer_and_the_average_keep_is_counted(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are those of a state on disk, but for its step counters and headers."""
+    tiny.model.config.save_pretrained(tmp_path / "tiny")
+    monkeypatch.setattr(module, "product_flops", lambda dtype: 1e8)
+    kept = {}
+    for optimizer, ema in (("adamw", 0.0), ("muon", 0.0), ("muon", 0.9)):
+        if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+            continue
+        config = recipe(
+            optimizer=optimizer,
+            ema=ema,
+            target=str(tmp_path / "tiny"),
+            out=str(tmp_path / f"{optimizer}-{ema}"),
+            max_steps=1,
+        )
+        kept[optimizer, ema] = estimate(config).memory["head"]
+        train(config, target=tiny)
+        state = Path(config.out) / "state" / "step-1"
+        written = sum(file.stat().st_size for file in state.iterdir() if file.suffix in (".pt", ".safetensors"))
+        assert 0 <= written - kept[optimizer, ema] < 25_000
+    assert len(set(kept.values())) == len(kept)
 
 
 def test_the_dialogs_are_counted_where_there_are_some(

@@ -24,6 +24,21 @@ def test_the_rate_rises_then_falls_to_its_floor(recipe: Callable[..., TrainConfi
     assert learning_rate(recipe(lr=1.0, warmup=0), 0, 1) == 1.0
 
 
+def test_wsd_stays_and_falls_at_the_end(recipe: Callable[..., TrainConfig]) -> None:
+    config = recipe(lr=1.0, schedule="wsd", warmup=10, cooldown=0.2, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 100) for step in range(101)]
+    assert rates[:10] == sorted(rates[:10])
+    assert set(rates[10:81]) == {1.0}
+    assert rates[90] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    by_number = recipe(lr=1.0, schedule="wsd", warmup=10, cooldown=20, min_lr_ratio=0.1)
+    assert [learning_rate(by_number, step, 100) for step in range(101)] == rates
+    long = recipe(lr=1.0, schedule="wsd", warmup=10, cooldown=500, min_lr_ratio=0.0)  # more than there is: no jump
+    assert [learning_rate(long, step, 20) for step in (10, 15, 20)] == pytest.approx([1.0, 0.5, 0.0])
+    never = recipe(lr=1.0, schedule="wsd", warmup=0, cooldown=0)
+    assert learning_rate(never, 99, 100) == 1.0
+
+
 def test_the_first_limit_counts(recipe: Callable[..., TrainConfig]) -> None:
     assert steps_by_count(recipe(max_steps=100, epochs=2), 4, 30) == 15
     assert steps_by_count(recipe(max_steps=7, epochs=2), 4, 30) == 7
