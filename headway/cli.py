@@ -139,7 +139,9 @@ def _options(
 @command("generate")
 def generate_command(
     target: TargetOption,
-    head: Annotated[str | None, typer.Option(help="Head folder, run folder or hub id; none decodes plainly.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Head folder, run folder or hub id (user/name@revision); none: plainly.")
+    ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Text file; - is standard input.")] = None,
     max_new_tokens: NewTokensOption = 128,
@@ -279,7 +281,9 @@ def _answer(
 def bench_command(
     target: TargetOption,
     prompts: PromptsOption,
-    head: Annotated[list[str] | None, typer.Option(help="Head folders or hub ids; H1,H2 or repeated.")] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Head folders or hub ids (user/name@revision); H1,H2 or repeated.")
+    ] = None,
     limit: LimitOption = None,
     held_out: HeldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 128,
@@ -470,7 +474,7 @@ def _throughput(
 @command("eval")
 def eval_command(
     target: TargetOption,
-    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
+    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id (user/name@revision).")],
     prompts: PromptsOption,
     limit: LimitOption = None,
     held_out: HeldOutOption = 0.0,
@@ -830,10 +834,12 @@ def tune_command(
     inputs.quiet()
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     Settings(max_new_tokens=max_new_tokens)
-    source = inputs.head_source(head)
+    source = inputs.run_head(head)
     read_policies(source)
     if not Path(source).is_dir():
-        raise HeadwayError(f"no folder {head!r}; the tree is kept beside the head, give a local one")
+        raise HeadwayError(
+            f"no folder {head!r}; the tree is kept beside the head, give a local one (`headway pull` makes one)"
+        )
     tokenizer, info = load_tokenizer(target, revision=revision), load_info(target, revision=revision)
     use_template(tokenizer, chat_template)
     inputs.check_head(source, info)
@@ -862,7 +868,7 @@ def tune_command(
 @command("audit")
 def audit_command(
     target: TargetOption,
-    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
+    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id (user/name@revision).")],
     prompts: PromptsOption,
     limit: Annotated[int, typer.Option(min=1, help="Use the first N rows of each prompts file.")] = 4,
     max_new_tokens: NewTokensOption = 48,
@@ -1035,17 +1041,28 @@ def push_command(
     repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
     private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
 ) -> None:
-    """Upload a head to the hub."""
-    from headway.heads.common.checkpoint import push_to_hub
-    from headway.inputs import head_source, head_tensors
+    """Upload a head to the hub, with a card that says what it is; run again after a failure it sends what is missing."""
+    from headway import inputs
+    from headway.hub import push_to_hub
 
-    if repo.count("/") != 1 or not all(repo.split("/")):
-        raise HeadwayError(f"{repo!r} is no repository id; give user/name")
-    source = head_source(run)
-    if not Path(source).is_dir():
-        raise HeadwayError(f"no folder {run!r}; give a head folder, or a run folder of `headway train`")
-    head_tensors(source)
-    print(push_to_hub(source, repo, private=private))
+    inputs.quiet()
+    pushed = push_to_hub(run, repo, private=private)
+    done = "uploaded" if pushed.uploaded else "the hub has all of it already:"
+    print(f"headway: {done} {', '.join(pushed.files)}, commit {pushed.commit}", file=sys.stderr)
+    print(pushed.address)
+
+
+@command("pull")
+def pull_command(
+    head: Annotated[str, typer.Argument(help="user/name on the hub, or user/name@revision.")],
+    out: Annotated[Path, typer.Option(help="Folder for the head.")],
+) -> None:
+    """Download a head from the hub to a folder, whole or not at all."""
+    from headway import inputs
+    from headway.hub import pull_from_hub
+
+    inputs.quiet()
+    print(pull_from_hub(head, out))
 
 
 LAYOUT_HELP = "vllm, sglang, speculators, eagle, medusa or tgi"
@@ -1053,7 +1070,7 @@ LAYOUT_HELP = "vllm, sglang, speculators, eagle, medusa or tgi"
 
 @command("export")
 def export_command(
-    head: Annotated[str, typer.Argument(help="Head folder, run folder or hub id.")],
+    head: Annotated[str, typer.Argument(help="Head folder, run folder or hub id (user/name@revision).")],
     to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUT_HELP}.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     target: Annotated[
@@ -1123,7 +1140,7 @@ def info_command(
     from headway.describe import describe_head, describe_target, is_head
 
     inputs.quiet()
-    source = inputs.head_source(what)
+    source = inputs.run_head(what)
     if is_head(source):
         if head is not None:
             raise HeadwayError(
