@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.foreign import read_saved
-from headway.heads.common.card import PLACE, is_sealed, model_card, report_table, tuned_table
+from headway.heads.common.card import PLACE, is_on_hub, is_sealed, model_card, report_table, tuned_table
 from headway.heads.common.checkpoint import check_head_folder, head_folder, plain_name, read_config, written_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.hub import CARD, CONFIG, FILES, WEIGHTS, cause, from_hub, hub_error, is_offline, parse_id
@@ -155,13 +155,18 @@ def _commit(api: HfApi, repo_id: str, before: ModelInfo, source: Path, config: d
     card = _card(api, repo_id, source, config).encode()
     add = [CommitOperationAdd(name, card if name == CARD else source / name) for name in names]
     stale = [CommitOperationDelete(name) for name in FILES if name in _names(before) and name not in names]
+    target = config["target"]
+    if not is_on_hub(target):
+        _say(
+            f"config.json names the target by its place on this machine, {target['name']}, and that is published with it"
+        )
     left = sorted(path.name for path in source.iterdir() if path.name not in FILES)
     if left:
         _say(f"not uploaded: {', '.join(left)}")
     made = api.create_commit(
         repo_id,
         [*add, *stale],
-        commit_message=f"{config['family']} head for {config['target']['name']}",
+        commit_message=f"{config['family']} head for {target['name'] if is_on_hub(target) else plain_name(target['name'])}",
         parent_commit=before.sha,
     )
     missing = set(names) - _names(api.model_info(repo_id, revision=made.oid))

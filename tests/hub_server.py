@@ -46,7 +46,7 @@ class Repo:
         return made
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     def __init__(self, status: int, text: str, code: str = "") -> None:
         super().__init__(text)
         self.status, self.text, self.code = status, text, code
@@ -70,6 +70,10 @@ class HubServer:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.storage = f"http://localhost:{self.server.server_port}"
+        """Where large files are, which is another host than the hub."""
+        self.tokens_astray = 0
+        """Requests to the storage with a token."""
 
     def __enter__(self) -> HubServer:
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -102,6 +106,7 @@ class HubServer:
 class _Handler(BaseHTTPRequestHandler):
     server_state: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: object) -> None:
         pass
@@ -129,9 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub.log.append((method, path, len(body)))
         try:
             if failure and failure[0] != "cut":
-                raise Refused(int(failure[0]), failure[1])
+                raise RefusedError(int(failure[0]), failure[1])
             answer = self.answer(method, path, body)
-        except Refused as e:
+        except RefusedError as e:
             text = f"{e.text} {self.headers.get('Authorization')}" if hub.echo else e.text
             self.send(e.status, json.dumps({"error": text}).encode(), {"X-Error-Code": e.code, "X-Error-Message": text})
             return
@@ -152,35 +157,36 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, method: str, path: str, body: bytes) -> Any:
         hub = self.server_state
         given = self.headers.get("Authorization")
+        hub.tokens_astray += given is not None and self.headers["Host"].startswith("localhost")
         if given is not None and given != f"Bearer {TOKEN}":
-            raise Refused(401, "Invalid credentials in Authorization header")
+            raise RefusedError(401, "Invalid credentials in Authorization header")
         for route, pattern, call in ROUTES:
             found = re.fullmatch(pattern, path)
             if method in route and found:
                 data = body if method == "PUT" or "/commit/" in path else json.loads(body or b"{}")
                 return call(self, hub, data, *found.groups())
-        raise Refused(404, f"no {method} {path}")
+        raise RefusedError(404, f"no {method} {path}")
 
     def user(self) -> None:
         if self.headers.get("Authorization") is None:
-            raise Refused(401, "Invalid username or password.")
+            raise RefusedError(401, "Invalid username or password.")
 
     def repo(self, name: str, write: bool = False) -> Repo:
         signed_in = self.headers.get("Authorization") is not None
         repo = self.server_state.repos.get(name)
         if repo is None or (repo.private and not signed_in):
-            raise Refused(404 if signed_in else 401, "Repository not found", "RepoNotFound")
+            raise RefusedError(404 if signed_in else 401, "Repository not found", "RepoNotFound")
         if write:
             self.user()
             if not name.startswith(f"{OWNER}/"):
-                raise Refused(403, "You don't have the required permissions to perform this action")
+                raise RefusedError(403, "You don't have the required permissions to perform this action")
         return repo
 
     def files(self, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
         repo = self.repo(name)
         commit = repo.refs.get(revision, revision)
         if commit not in repo.commits:
-            raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+            raise RefusedError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit, repo.commits[commit]
 
     def create(self, hub: HubServer, data: Any) -> Any:
@@ -188,16 +194,16 @@ class _Handler(BaseHTTPRequestHandler):
         owner = data.get("organization") or OWNER
         name = f"{owner}/{data['name']}"
         if owner != OWNER:
-            raise Refused(403, f"You don't have the rights to create a model under the namespace {owner!r}")
+            raise RefusedError(403, f"You don't have the rights to create a model under the namespace {owner!r}")
         if name in hub.repos:
-            raise Refused(409, "You already created this model repo")
+            raise RefusedError(409, "You already created this model repo")
         hub.create(name, {".gitattributes": b"*.safetensors filter=lfs\n"}, data.get("visibility") == "private")
         return {"url": f"{hub.url}/{name}", "name": name, "id": name}
 
     def validate(self, hub: HubServer, data: Any) -> Any:
         front = re.match(r"---\n(.*?)\n---\n", data["content"], re.DOTALL)
         if front and not isinstance(yaml.safe_load(front[1]), dict):
-            raise Refused(400, "no mapping")
+            raise RefusedError(400, "no mapping")
         return {"errors": [], "warnings": []}
 
     def info(self, hub: HubServer, data: Any, name: str, revision: str | None = None) -> Any:
@@ -241,28 +247,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.repo(name, write=True)
         objects = []
         for wanted in data["objects"]:
-            oid, place = wanted["oid"], f"{hub.url}/lfs/{wanted['oid']}"
-            upload = {"upload": {"href": f"{place}?X-Amz-Signature=secretsignature"}, "verify": {"href": f"{place}/verify"}}
+            oid = wanted["oid"]
+            upload = {
+                "upload": {"href": f"{hub.storage}/lfs/{oid}?X-Amz-Signature=secretsignature"},
+                "verify": {"href": f"{hub.url}/lfs/{oid}/verify"},
+            }
             objects.append(wanted if oid in hub.large else {**wanted, "actions": upload})
         return {"transfer": "basic", "objects": objects}
 
     def upload(self, hub: HubServer, data: bytes, oid: str) -> Any:
         if hashlib.sha256(data).hexdigest() != oid:
-            raise Refused(400, "the bytes are not those of the hash")
+            raise RefusedError(400, "the bytes are not those of the hash")
         hub.large[oid] = data
         return 200, b"", {"ETag": f'"{oid}"'}
 
     def verify(self, hub: HubServer, data: Any, oid: str) -> Any:
         self.user()
         if len(hub.large.get(oid, b"")) != data["size"]:
-            raise Refused(404, "the object has not arrived")
+            raise RefusedError(404, "the object has not arrived")
         return {}
 
     def commit(self, hub: HubServer, data: bytes, name: str, revision: str) -> Any:
         repo = self.repo(name, write=True)
         header, *operations = (json.loads(line) for line in data.splitlines())
         if header["value"].get("parentCommit", repo.refs["main"]) != repo.refs["main"]:
-            raise Refused(412, "A commit has happened since. Please refresh and try again.")
+            raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
         files = dict(repo.files)
         for operation in operations:
             key, value = operation["key"], operation["value"]
@@ -273,20 +282,20 @@ class _Handler(BaseHTTPRequestHandler):
             elif key == "deletedFile" and value["path"] in files:
                 del files[value["path"]]
             else:
-                raise Refused(400, f"cannot {key} {value['path']}")
+                raise RefusedError(400, f"cannot {key} {value['path']}")
         made = repo.commit(files, header["value"]["summary"])
         return {"commitUrl": f"{hub.url}/{name}/commit/{made}", "commitOid": made, "success": True, "hookOutput": ""}
 
     def resolve(self, hub: HubServer, data: Any, name: str, revision: str, path: str) -> Any:
         commit, files = self.files(name, revision)
         if path not in files:
-            raise Refused(404, "Entry not found", "EntryNotFound")
+            raise RefusedError(404, "Entry not found", "EntryNotFound")
         content, headers = files[path], {"X-Repo-Commit": commit}
         if not _is_large(path):
             return 200, content, {**headers, "ETag": f'"{_oid(path, content)}"'}
         oid = _oid(path, content)
         headers |= {"X-Linked-ETag": f'"{oid}"', "X-Linked-Size": str(len(content)), "ETag": '"of the pointer"'}
-        return 302, b"", {**headers, "Location": f"{hub.url}/cdn/{oid}?X-Amz-Signature=secretsignature"}
+        return 302, b"", {**headers, "Location": f"{hub.storage}/cdn/{oid}?X-Amz-Signature=secretsignature"}
 
     def cdn(self, hub: HubServer, data: Any, oid: str) -> Any:
         content, asked = hub.large[oid], re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")

@@ -79,24 +79,31 @@ def model_card(
     figures. The card ends in a seal by which `is_sealed` knows it.
     """
     target, head = config["target"], config["head"]
-    # The hub takes ids only: a local target is named in the text but is no base_model.
-    on_hub = target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
+    # The hub takes ids only: a local target is named in the text (elsewhere without its path) but is no base_model.
+    on_hub = is_on_hub(target)
+    name = target["name"] if on_hub or place == PLACE else Path(target["name"]).name
+    data = {key: name if value == target["name"] else value for key, value in config["data"].items()}
     card = CARD.format(
         family=config["family"],
         base=f"\nbase_model: {target['name']}" if on_hub else "",
-        target=target["name"],
+        target=name,
         revision=target["revision"] or "local files",
         licence=licence,
         taps=", ".join(str(t) for t in head["taps"]),
         dtype=config["dtype"],
         head=_table({k: v for k, v in head.items() if k not in ("taps", "hidden_size", "vocab_size")}),
-        data=_table(config["data"]),
+        data=_table(data),
         metrics=_table(config["metrics"]),
         measured="".join(f"\n{table}\n" for table in measured),
         place=place,
         **{k: target[k] for k in ("model_type", "num_layers", "hidden_size", "vocab_size")},
     )
     return f"{card}\n<!-- headway card {_seal(card)} -->\n"
+
+
+def is_on_hub(target: dict[str, Any]) -> bool:
+    """Whether a target is named by its hub id."""
+    return target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
 
 
 def is_sealed(card: str) -> bool:
