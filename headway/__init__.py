@@ -16,8 +16,9 @@ if (_root / "pyproject.toml").is_file() and (_root / "heads" / "__init__.py").is
 del _root
 
 if TYPE_CHECKING:
-    from headway.heads.common.checkpoint import load_head, push_to_hub, save_head
+    from headway.heads.common.checkpoint import load_head, save_head
     from headway.heads.common.errors import HeadwayError
+    from headway.hub import pull_from_hub, push_to_hub
     from headway.inference.custom_generate import headway_generate
     from headway.inference.generate import Request, Result, generate
     from headway.inference.generator import Generator
@@ -36,7 +37,8 @@ _LAZY = {
     "generate": "headway.inference.generate",
     "headway_generate": "headway.inference.custom_generate",
     "load_head": "headway.heads.common.checkpoint",
-    "push_to_hub": "headway.heads.common.checkpoint",
+    "pull_from_hub": "headway.hub",
+    "push_to_hub": "headway.hub",
     "save_head": "headway.heads.common.checkpoint",
 }
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "generate",
     "headway_generate",
     "load_head",
+    "pull_from_hub",
     "push_to_hub",
     "save_head",
 ]

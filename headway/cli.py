@@ -146,7 +146,9 @@ def _options(
 @command("generate")
 def generate_command(
     target: TargetOption,
-    head: Annotated[str | None, typer.Option(help="Head folder, run folder or hub id; none decodes plainly.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Head folder, run folder or hub id (user/name@revision); none: plainly.")
+    ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Text file; - is standard input.")] = None,
     max_new_tokens: NewTokensOption = 128,
@@ -292,7 +294,9 @@ def _answer(
 def bench_command(
     target: TargetOption,
     prompts: PromptsOption,
-    head: Annotated[list[str] | None, typer.Option(help="Head folders or hub ids; H1,H2 or repeated.")] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Head folders or hub ids (user/name@revision); H1,H2 or repeated.")
+    ] = None,
     limit: LimitOption = None,
     held_out: HeldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 128,
@@ -489,7 +493,7 @@ def _throughput(
 @command("eval")
 def eval_command(
     target: TargetOption,
-    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
+    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id (user/name@revision).")],
     prompts: PromptsOption,
     limit: LimitOption = None,
     held_out: HeldOutOption = 0.0,
@@ -867,10 +871,12 @@ def tune_command(
     carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     Settings(max_new_tokens=max_new_tokens)
-    source = inputs.head_source(head)
+    source = inputs.run_head(head)
     read_policies(source)
     if not Path(source).is_dir():
-        raise HeadwayError(f"no folder {head!r}; the tree is kept beside the head, give a local one")
+        raise HeadwayError(
+            f"no folder {head!r}; the tree is kept beside the head, give a local one (`headway pull` makes one)"
+        )
     tokenizer, info = (
         load_tokenizer(target, revision=revision),
         load_info(target, revision=revision, adapter=target_adapter),
@@ -902,7 +908,7 @@ def tune_command(
 @command("audit")
 def audit_command(
     target: TargetOption,
-    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id.")],
+    head: Annotated[str, typer.Option(help="Head folder, run folder or hub id (user/name@revision).")],
     prompts: PromptsOption,
     limit: Annotated[int, typer.Option(min=1, help="Use the first N rows of each prompts file.")] = 4,
     max_new_tokens: NewTokensOption = 48,
@@ -1096,17 +1102,28 @@ def push_command(
     repo: Annotated[str, typer.Argument(help="user/name on the hub.")],
     private: Annotated[bool, typer.Option("--private", help="Create it private.")] = False,
 ) -> None:
-    """Upload a head to the hub."""
-    from headway.heads.common.checkpoint import push_to_hub
-    from headway.inputs import head_source, head_tensors
+    """Upload a head to the hub, with a card that says what it is; run again after a failure it sends what is missing."""
+    from headway import inputs
+    from headway.hub import push_to_hub
 
-    if repo.count("/") != 1 or not all(repo.split("/")):
-        raise HeadwayError(f"{repo!r} is no repository id; give user/name")
-    source = head_source(run)
-    if not Path(source).is_dir():
-        raise HeadwayError(f"no folder {run!r}; give a head folder, or a run folder of `headway train`")
-    head_tensors(source)
-    print(push_to_hub(source, repo, private=private))
+    inputs.quiet()
+    pushed = push_to_hub(run, repo, private=private)
+    done = "uploaded" if pushed.uploaded else "the hub has all of it already:"
+    print(f"headway: {done} {', '.join(pushed.files)}, commit {pushed.commit}", file=sys.stderr)
+    print(pushed.address)
+
+
+@command("pull")
+def pull_command(
+    head: Annotated[str, typer.Argument(help="user/name on the hub, or user/name@revision.")],
+    out: Annotated[Path, typer.Option(help="Folder for the head.")],
+) -> None:
+    """Download a head from the hub to a folder, whole or not at all."""
+    from headway import inputs
+    from headway.hub import pull_from_hub
+
+    inputs.quiet()
+    print(pull_from_hub(head, out))
 
 
 LAYOUT_HELP = "vllm, sglang, speculators, eagle, medusa or tgi"
@@ -1114,7 +1131,7 @@ LAYOUT_HELP = "vllm, sglang, speculators, eagle, medusa or tgi"
 
 @command("export")
 def export_command(
-    head: Annotated[str, typer.Argument(help="Head folder, run folder or hub id.")],
+    head: Annotated[str, typer.Argument(help="Head folder, run folder or hub id (user/name@revision).")],
     to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUT_HELP}.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     target: Annotated[
@@ -1201,7 +1218,7 @@ def info_command(
     from headway.describe import describe_head, describe_target, is_head
 
     inputs.quiet()
-    source = inputs.head_source(what)
+    source = inputs.run_head(what)
     if is_head(source):
         if head is not None:
             raise HeadwayError(

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headway.heads.common.checkpoint import read_config, saved_adapter
+from headway.heads.common.checkpoint import head_folder, read_config, saved_adapter
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.hub import parse_id
 from headway.inference.target import load_info, load_tokenizer
 from headway.inputs import context_size, head_tensors, misfit
 
@@ -18,7 +19,7 @@ from headway.inputs import context_size, head_tensors, misfit
 def is_head(source: str) -> bool:
     """Whether a folder or hub id holds a head; a model's config.json is none."""
     folder = Path(source).expanduser()
-    if not folder.is_dir() and (folder.suffix == ".gguf" or source.count("/") != 1):
+    if not folder.is_dir() and (folder.suffix == ".gguf" or parse_id(source) is None):
         return False
     try:
         read_config(source)
@@ -29,10 +30,10 @@ def is_head(source: str) -> bool:
 
 def describe_head(source: str) -> dict[str, Any]:
     """Return the facts of a head."""
-    saved = read_config(source)
-    shapes = head_tensors(source)
+    folder = head_folder(source)
+    saved, shapes = read_config(folder), head_tensors(str(folder))
     head, target = saved["head"], saved["target"]
-    path = Path(source).expanduser() / "model.safetensors"
+    path = folder / "model.safetensors"
     facts: dict[str, Any] = {
         "source": source,
         "family": saved["family"],
@@ -41,12 +42,12 @@ def describe_head(source: str) -> dict[str, Any]:
         "taps": ", ".join(map(str, head["taps"])),
         "parameters": sum(map(prod, shapes.values())),
         "dtype": saved.get("dtype"),
-        "size_mb": round(path.stat().st_size / 1e6, 1) if path.is_file() else None,
+        "size_mb": round(path.stat().st_size / 1e6, 1),
         "hidden_size": head["hidden_size"],
         "vocab_size": head["vocab_size"],
         "draft_vocab": head.get("draft_vocab_size") or "the target's",
         "config": {k: v for k, v in head.items() if k not in ("taps", "hidden_size", "vocab_size", "draft_vocab_size")},
-        "tree": (Path(source).expanduser() / "tree.json").is_file(),
+        "tree": (folder / "tree.json").is_file(),
         "metrics": saved.get("metrics") or {},
         "data": saved.get("data") or {},
     }

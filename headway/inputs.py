@@ -228,18 +228,39 @@ def _categories(source: str) -> dict[str, str]:
     return found
 
 
-def head_source(given: str) -> str:
-    """Return the folder of a head: `given`, or the `head` folder in it when it is a training run."""
+def run_head(given: str) -> str:
+    """Return `given`, or the `head` folder in it when it is a training run."""
     inside = Path(given).expanduser() / "head"
     return str(inside) if (inside / "config.json").is_file() else given
 
 
+def head_source(given: str) -> str:
+    """Return what names a head: its folder, that of a training run, or `owner/name@commit` for one on the hub.
+
+    One on the hub is downloaded, and its commit fixed for the rest of the command. Raises HeadwayError where it has none.
+    """
+    from headway.heads.common.checkpoint import head_folder
+    from headway.heads.common.hub import parse_id
+
+    source = run_head(given)
+    on_hub = parse_id(source)
+    if on_hub is None or Path(source).expanduser().is_dir():
+        return source
+    return f"{on_hub[0]}@{head_folder(source).name}"
+
+
+def head_name(source: str) -> str:
+    """Return a short name for a head: its folder's, its run's, or that of its repository."""
+    from headway.heads.common.hub import is_commit
+
+    name, _, commit = source.rpartition("@")
+    path = Path(name if is_commit(commit) else source.rstrip("/"))
+    return path.absolute().parent.name if path.name == "head" else path.name
+
+
 def head_names(sources: Sequence[str]) -> dict[str, str]:
-    """Return a short name -> source for each head: its folder's name, its run's name, or else the path as given."""
-    plain = {}
-    for source in sources:
-        path = Path(source.rstrip("/"))
-        plain[source] = path.absolute().parent.name if path.name == "head" else path.name
+    """Return a short name -> source for each head: that of `head_name`, or else the path as given."""
+    plain = {source: head_name(source) for source in sources}
     names = list(plain.values())
     return {name if names.count(name) == 1 else source: source for source, name in plain.items()}
 
@@ -274,16 +295,15 @@ def misfit(source: str, saved: dict[str, Any], info: TargetInfo, other_target: b
 
 
 def head_tensors(source: str) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a local head, from the file's header; {} for one on the hub.
+    """Return the shape of each tensor of a head, from the file's header.
 
     Raises HeadwayError where the file is missing, damaged or truncated.
     """
     from safetensors import SafetensorError, safe_open
 
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        return {}
-    path = folder / "model.safetensors"
+    from headway.heads.common.checkpoint import head_folder
+
+    path = head_folder(source) / "model.safetensors"
     if not path.is_file():
         raise HeadwayError(f"{path} does not exist; save or download the head again")
     try:

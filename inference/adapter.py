@@ -193,7 +193,7 @@ def _find(given: str | Path) -> tuple[Path, str | None]:
         )
     from huggingface_hub import snapshot_download
 
-    from headway.heads.common.checkpoint import from_hub
+    from headway.heads.common.hub import from_hub
 
     try:
         folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=["adapter_*", "*.jinja"]))

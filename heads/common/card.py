@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ the output is the target's own: token for token in float32, up to ties of roundi
 |---|---|
 | target | {target} |
 | target revision | {revision} |{adapter}
+| licence of the target | {licence} |
 | target type | {model_type}, {num_layers} layers, hidden size {hidden_size}, vocabulary {vocab_size} |
 | taps | {taps} |
 | dtype of the weights | {dtype} |
@@ -37,18 +41,18 @@ the output is the target's own: token for token in float32, up to ties of roundi
 ## Figures
 
 {metrics}
-
+{measured}
 ## How to run
 
 ```sh
-headway generate --target {target}{adapter_option} --head FOLDER_OR_HUB_ID --prompt "Why is the sky blue?"
+headway generate --target {target}{adapter_option} --head {place} --prompt "Why is the sky blue?"
 ```
 
 ```python
 from headway import Request, Settings, Target, generate, load_head
 
 target = Target.load("{target}", dtype="float32"{adapter_argument})
-head = load_head("FOLDER_OR_HUB_ID", target)
+head = load_head("{place}", target)
 messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
 text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 ids = target.tokenizer(text, add_special_tokens=False).input_ids
@@ -58,8 +62,22 @@ for result in generate(target, [Request(ids, Settings(max_new_tokens=128))], hea
 """
 
 
-def model_card(config: dict[str, Any]) -> str:
-    """Return the card of a head from its config.json."""
+PLACE = "FOLDER_OR_HUB_ID"
+_SEAL = re.compile(r"\n<!-- headway card ([0-9a-f]{16}) -->\n*$")
+
+
+def model_card(
+    config: dict[str, Any],
+    *,
+    place: str = PLACE,
+    licence: str = "not looked up",
+    measured: Sequence[str] = (),
+) -> str:
+    """Return the card of a head from its config.json.
+
+    `place` is where readers find the head, `licence` what is known of the target's, `measured` tables to show below the
+    figures. The card ends in a seal by which `is_sealed` knows it.
+    """
     target, head = config["target"], config["head"]
     adapter = target.get("adapter")
     carries = {"adapter": "", "with_adapter": "", "adapter_option": "", "adapter_argument": ""}
@@ -71,22 +89,81 @@ def model_card(config: dict[str, Any]) -> str:
             "adapter_option": f" --target-adapter {adapter['name']}",
             "adapter_argument": f', adapter="{adapter["name"]}"',
         }
-    # The hub takes ids only: a local target is named in the text but is no base_model.
-    on_hub = target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
-    return CARD.format(
+    # The hub takes ids only: a local target is named in the text (elsewhere without its path) but is no base_model.
+    on_hub = is_on_hub(target)
+    name = target["name"] if on_hub or place == PLACE else Path(target["name"]).name
+    data = {key: name if value == target["name"] else value for key, value in config["data"].items()}
+    card = CARD.format(
         family=config["family"],
         base=f"\nbase_model: {target['name']}" if on_hub else "",
-        target=target["name"],
+        target=name,
         revision=target["revision"] or "local files",
+        licence=licence,
         taps=", ".join(str(t) for t in head["taps"]),
         dtype=config["dtype"],
         head=_table({k: v for k, v in head.items() if k not in ("taps", "hidden_size", "vocab_size")}),
-        data=_table(config["data"]),
+        data=_table(data),
         metrics=_table(config["metrics"]),
         lora=_lora(config.get("lora")),
+        measured="".join(f"\n{table}\n" for table in measured),
+        place=place,
         **carries,
         **{k: target[k] for k in ("model_type", "num_layers", "hidden_size", "vocab_size")},
     )
+    return f"{card}\n<!-- headway card {_seal(card)} -->\n"
+
+
+def is_on_hub(target: dict[str, Any]) -> bool:
+    """Whether a target is named by its hub id."""
+    return target["revision"] is not None or (target["name"].count("/") == 1 and not Path(target["name"]).exists())
+
+
+def is_sealed(card: str) -> bool:
+    """Whether a card is as `model_card` wrote it: nobody has edited it since."""
+    found = _SEAL.search(card)
+    return found is not None and found[1] == _seal(card[: found.start()])
+
+
+def _seal(card: str) -> str:
+    return hashlib.sha256(card.encode()).hexdigest()[:16]
+
+
+def tuned_table(trees: dict[str, Any]) -> list[str]:
+    """Return the table of a tree.json, what `headway tune` chose; nothing where that holds nothing."""
+    rows = [
+        (place, tuned["policy"], tuned.get("expected_accepted_length"), tuned.get("expected_ratio_vs_plain"))
+        for place, tuned in trees.items()
+        if isinstance(tuned, dict) and "policy" in tuned
+    ]
+    heading = ("tuned for", "tree", "accepted length (expected)", "x plain (expected)")
+    return [_columns("Trees that `headway tune` chose; one prompt at a time:", heading, rows)] if rows else []
+
+
+def report_table(report: dict[str, Any]) -> str:
+    """Return the table of a report of `headway bench` (which has an environment) or `headway eval`.
+
+    Raises KeyError, TypeError or ValueError where it is neither.
+    """
+    if "environment" not in report:
+        rows = [
+            tuple(row.get(k) for k in ("category", "prompts", "accepted_length", "tokens")) for row in report["rows"]
+        ]
+        title = f"`headway eval`, {report['dtype']}, {report['tree']}:"
+        return _columns(title, ("category", "prompts", "accepted length", "tokens"), rows)
+    place, prompts, settings = report["environment"], report["prompts"], report["settings"]
+    title = (
+        f"`headway bench`, {place['dtype']}, {place['device']}, {prompts['count']} prompts "
+        f"({', '.join(map(str, prompts['categories']))}), {settings['batch_size']} at once, "
+        f"temperature {settings['temperature']:g}, {place.get('date', 'undated')}:"
+    )
+    keys = ("name", "tree", "tokens_per_s", "ratio_vs_transformers", "ratio_vs_plain", "accepted_length")
+    rows = [tuple(row.get(key) for key in keys) for row in report["rows"]]
+    return _columns(title, ("method", "tree", "tokens/s", "x transformers", "x plain", "accepted length"), rows)
+
+
+def _columns(title: str, heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [heading, ["---"] * len(heading), *([("" if x is None else _cell(x)) for x in row] for row in rows)]
+    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _lora(lora: dict[str, Any] | None) -> str:
@@ -109,4 +186,5 @@ def _cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value):
         return ", ".join(_cell(v) for v in value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.replace("|", "\\|").replace("\n", " ")

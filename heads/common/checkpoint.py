@@ -24,6 +24,7 @@ from torch import Tensor
 
 from headway.heads.common.card import model_card
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.hub import CARD, CONFIG, WEIGHTS, download, parse_id
 from headway.heads.common.lora import CONFIG as LORA_CONFIG
 from headway.heads.common.lora import WEIGHTS as LORA_WEIGHTS
 from headway.heads.common.lora import with_lora, write_lora
@@ -32,10 +33,8 @@ from headway.heads.common.protocol import AdapterInfo, Frozen, Head, TargetInfo,
 if TYPE_CHECKING:
     from headway.inference.target import Target
 
+__all__ = ["CARD", "CONFIG", "WEIGHTS"]
 FORMAT = 1
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
-SHARED = [WEIGHTS, CARD, LORA_WEIGHTS, "*.json"]
-"""What goes to the hub and comes from it: the three files, a LoRA, and figures kept beside them, such as a tuned tree."""
 
 
 def save_head(
@@ -185,26 +184,6 @@ def other_adapter(what: str, made_with: AdapterInfo | None, given: TargetInfo) -
     return f"{what} was made with adapter {made_with} on the target, {now}; give --target-adapter {made_with.name}"
 
 
-def push_to_hub(folder: Path | str, repo_id: str, private: bool = False, token: str | None = None) -> str:
-    """Upload a saved head to the hub, creating the repository where needed, and return its address."""
-    from huggingface_hub import HfApi
-
-    if not Path(folder).is_dir():
-        raise HeadwayError(f"no folder {str(folder)!r}; give a folder that `headway train` wrote")
-    read_config(folder)
-    api = HfApi(token=token)
-    try:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        api.upload_folder(folder_path=str(folder), repo_id=repo_id, allow_patterns=SHARED)
-    except Exception as e:
-        if not from_hub(e):
-            raise
-        raise HeadwayError(
-            f"cannot push to {repo_id!r}: {_first_line(e).rstrip('.')}. Log in with `hf auth login`, or try later"
-        ) from e
-    return f"https://huggingface.co/{repo_id}"
-
-
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
     """Give an empty folder beside `folder`; on leaving without error it takes that name and what had it is removed."""
@@ -317,29 +296,30 @@ def plain_name(name: str) -> str:
 
 
 def head_folder(source: Path | str, revision: str | None = None) -> Path:
-    """Return the folder of a head, downloading it when `source` is a hub id. Raises HeadwayError when there is none."""
+    """Return the folder of a head, downloading it when `source` is a hub id, `owner/name[@revision]`.
+
+    Of a repository that holds no head nothing but its config.json is fetched. Raises HeadwayError where there is no head.
+    """
     text = str(source)
     path = Path(text).expanduser()
     if path.is_dir():
         return path
-    if isinstance(source, Path) or text.count("/") != 1 or text.startswith((".", "~", "/")):
-        raise HeadwayError(f"no folder {text!r}; give a folder that `headway train` wrote, or a hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
+    on_hub = None if isinstance(source, Path) else parse_id(text)
+    if on_hub is None:
+        raise HeadwayError(
+            f"no folder {text!r}; give a folder that `headway train` wrote, or a hub id (owner/name, owner/name@revision)"
+        )
+    repo, said = on_hub
+    if said and revision and said != revision:
+        raise HeadwayError(f"{text!r} names a revision, and revision={revision!r} another; give one of them")
     try:
-        return Path(snapshot_download(text, revision=revision, allow_patterns=SHARED))
-    except Exception as e:
-        if not from_hub(e):
-            raise
-        raise HeadwayError(f"no folder {text!r}, and the hub gave no head of that id: {_first_line(e)}") from e
-
-
-def from_hub(error: Exception) -> bool:
-    """Return whether an error is one of the hub, its client or the network under it (whose library the client changes)."""
-    libraries = {base.__module__.partition(".")[0] for base in type(error).__mro__}
-    return isinstance(error, OSError) or bool(
-        libraries & {"huggingface_hub", "httpx", "httpx2", "httpcore", "requests"}
-    )
+        commit = download(repo, said or revision, (CONFIG,))
+    except HeadwayError as e:
+        raise HeadwayError(f"no folder {text!r}, and no head on the hub. {e}") from e.__cause__
+    if not (commit / CONFIG).is_file():
+        raise HeadwayError(f"{repo} on the hub holds no {CONFIG}, so no head of headway; give the id of a head")
+    read_config(commit)
+    return download(repo, commit.name)
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

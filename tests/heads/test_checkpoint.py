@@ -12,11 +12,12 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 
-from headway.heads.common.checkpoint import load_head, push_to_hub, read_config, save_head
+from headway.heads.common.checkpoint import load_head, read_config, save_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frozen, Head, TargetInfo
 from headway.heads.medusa import Config
 from headway.heads.medusa import Head as Medusa
+from headway.hub import push_to_hub
 
 INFO = TargetInfo(
     name="owner/Tiny", model_type="llama", hidden_size=16, vocab_size=40, num_tokens=38, num_layers=3, revision="abc"
@@ -169,40 +170,6 @@ def test_a_newer_format_is_refused(saved: Path) -> None:
         load_head(saved, frozen())
 
 
-def test_push_creates_and_uploads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    class Api:
-        def __init__(self, token: str | None = None) -> None:
-            calls.append(token)
-
-        def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
-            calls.append(("create", repo_id, kwargs["private"]))
-            return type("Url", (), {"repo_id": f"me/{repo_id}"})
-
-        def upload_folder(self, **kwargs: Any) -> None:
-            calls.append(("upload", kwargs["repo_id"], sorted(kwargs["allow_patterns"])))
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    assert push_to_hub(saved, "tiny-medusa", private=True, token="t") == "https://huggingface.co/me/tiny-medusa"
-    files = ["*.json", "README.md", "adapter_model.safetensors", "model.safetensors"]
-    assert calls == ["t", ("create", "tiny-medusa", True), ("upload", "me/tiny-medusa", files)]
-    with pytest.raises(HeadwayError, match="no folder"):
-        push_to_hub(saved / "none", "tiny-medusa")
-
-
-def test_a_head_comes_from_the_hub(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def snapshot_download(name: str, **named: Any) -> str:
-        asked.append((name, named["revision"]))
-        return str(saved)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    load_head("me/medusa", frozen(), revision="v1")
-    assert asked == [("me/medusa", "v1")]
-
-
 class ConnectError(Exception):
     """As the library under the hub's client raises it; which library that is depends on the client's version."""
 
@@ -215,17 +182,19 @@ def test_a_hub_that_fails_is_one_line(saved: Path, monkeypatch: pytest.MonkeyPat
         raise kind("no route to it")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fails)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(HeadwayError, match="no route to it"):
         load_head("me/medusa", frozen())
     with pytest.raises(HeadwayError, match="no route to it"):
-        push_to_hub(saved, "me/medusa", token="t")
+        push_to_hub(saved, "me/medusa", token="hf_0123456789")
 
 
 def test_a_fault_of_ours_is_not_taken_for_the_hubs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any, **named: Any) -> Any:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fails)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fails)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(KeyError):
-        push_to_hub(saved, "me/medusa", token="t")
+        push_to_hub(saved, "me/medusa", token="hf_0123456789")
