@@ -311,11 +311,15 @@ def _unrounded(foreign: Foreign, weights: TargetWeights) -> dict[str, torch.Tens
 
 def _as_written(head: Head, foreign: Foreign) -> Head:
     """Return a float32 copy of the head with its weights rounded to the dtype of the files; LM heads of low rank are
-    multiplied out before, as they are in the files."""
+    multiplied out before, and an EAGLE head drafts over all words, as they are in the files."""
     dtype = next((t.dtype for t in foreign.tensors.values() if t.is_floating_point()), torch.float32)
     _, head_class = find_family(family_of(head))
-    fresh = head_class(head.config, head.frozen)
-    fresh.load_state_dict(head.state_dict())
+    config, tensors = head.config, head.state_dict()
+    if family_of(head) == "eagle":
+        config = dataclasses.replace(config, draft_vocab_size=0)  # type: ignore[call-arg]
+        tensors.pop("vocab_ids", None)
+    fresh = head_class(config, head.frozen)
+    fresh.load_state_dict(tensors)
     if isinstance(getattr(fresh, "lm_heads", None), LMHeads):
         fresh.lm_heads.multiply_out()  # type: ignore[union-attr, operator]
     return fresh.to(head.frozen.lm_head_weight().device, dtype).float().eval()

@@ -237,6 +237,23 @@ def test_a_draft_vocabulary_in_medusa_drafts_the_same(target, texts, tmp_path):
     assert "logits differ" in " ".join(report.faults)
 
 
+@pytest.mark.parametrize("layout", layouts_of("eagle"))
+def test_a_draft_vocabulary_of_eagle_is_left_out(target, texts, fitted, tmp_path, layout):
+    """Engines' EAGLE drafts over all words with the target's LM head; the weights are the same."""
+    whole = fitted["eagle"]
+    head = small("eagle", target, draft_vocab_size=64)
+    head.load_state_dict(whole.state_dict(), strict=False)
+    source = save_head(head, tmp_path / "head", target=target.info)
+    files = foreign.export(str(source), layout, tmp_path / "out")
+    assert "64 words is left out" in " ".join(files.said)
+    assert not any(t.dtype == torch.int64 for t in files.tensors.values())
+    report = foreign.check(tmp_path / "out", target, texts, head=head)
+    assert report.faults == []
+    assert report.parity.accepted_head > 1.3
+    again, _, _ = foreign.imported(tmp_path / "out", None, target)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+
+
 def test_without_a_head(target, texts, exports, tmp_path):
     """Alone, a folder shows its own faults: what is missing, what was changed, and taps whose neighbours draft better."""
     whole = exports("eagle3", "vllm")

@@ -7,6 +7,7 @@ the layer after it). They capture states in ascending order, whatever the order 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -203,18 +204,14 @@ def _t2d(tensors: dict[str, Tensor], info: TargetInfo) -> Tensor:
     return to_t2d(ids, info.vocab_size)
 
 
-def write_eagle(saved: Saved, layout: str, bias: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return tensors and a LlamaConfig's fields of an EAGLE head. `bias` says what becomes of fc's: `kept`, `refused` where
-    the layout has none, or `needed` where it has one in any case.
+def write_eagle(saved: Saved, layout: str, bias: str) -> Foreign:
+    """Return the files of an EAGLE head, a LlamaConfig with them. `bias` says what becomes of fc's: `kept`, `refused` where
+    the layout has none, or `needed` where it has one in any case. A draft vocabulary is left out, and said: engines draft
+    with the target's whole LM head.
 
-    Raises HeadwayError for a draft vocabulary, and for a target that scales its embedding, which engines' drafts do not.
+    Raises HeadwayError for a target that scales its embedding, which engines' drafts do not.
     """
     config = cast(eagle.Config, saved.config)
-    if config.draft_vocab_size:
-        raise HeadwayError(
-            f"layout {layout} cannot hold head.draft_vocab_size {config.draft_vocab_size}: an EAGLE draft there speaks the "
-            "target's vocabulary; the weights are the same without: train with head.draft_vocab_size=0"
-        )
     text, kind = saved.info.text_config, saved.info.model_type
     scaled = [k for k in ("embedding_multiplier", "scale_emb", "embedding_scale") if text.get(k) not in (None, 1, 1.0)]
     if scaled or kind.startswith("gemma"):
@@ -227,14 +224,21 @@ def write_eagle(saved: Saved, layout: str, bias: str) -> tuple[dict[str, Tensor]
         | {"fc.weight": "fc.weight"}
         | ({"fc.bias": "fc.bias"} if config.bias else {})
     )
-    tensors = renamed(saved, names, layout)
+    foreign = Foreign({}, llama_fields(config, saved.info))
+    if config.draft_vocab_size:
+        saved = replace(saved, tensors={n: t for n, t in saved.tensors.items() if n != "vocab_ids"})
+        foreign.said.append(
+            f"an EAGLE draft elsewhere speaks all of the target's words: the draft vocabulary of {config.draft_vocab_size} words "
+            "is left out, the weights are the same"
+        )
+    foreign.tensors = renamed(saved, names, layout)
     if config.bias and bias == "refused":
         raise HeadwayError(
             f"layout {layout} cannot hold head.bias: the engine drops the bias of fc; export --to sglang or eagle, or train without"
         )
     if bias == "needed" and not config.bias:
-        tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=tensors["fc.weight"].dtype)
-    return tensors, llama_fields(config, saved.info)
+        foreign.tensors["fc.bias"] = torch.zeros(config.hidden_size, dtype=foreign.tensors["fc.weight"].dtype)
+    return foreign
 
 
 def read_eagle(foreign: Foreign, info: TargetInfo, w: TargetWeights) -> Saved:

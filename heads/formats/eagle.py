@@ -30,9 +30,11 @@ def write_eagle3(saved: Saved, weights: TargetWeights | None) -> Foreign:
 
 def write_eagle(saved: Saved, weights: TargetWeights | None) -> Foreign:
     """Return the files of an EAGLE head. Raises HeadwayError for rotary angles that the repository has not."""
-    tensors, config = draft_llama.write_eagle(saved, "eagle", "kept")
+    foreign = draft_llama.write_eagle(saved, "eagle", "kept")
     # A config that does not say otherwise means a bias.
-    return Foreign(tensors, _angles(config) | {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in tensors})
+    said = {"architectures": ["LlamaForCausalLM"], "bias": "fc.bias" in foreign.tensors}
+    foreign.config = _angles(foreign.config) | said
+    return foreign
 
 
 def _angles(config: dict[str, Any]) -> dict[str, Any]:

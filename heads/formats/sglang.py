@@ -27,8 +27,9 @@ def write_eagle3(saved: Saved, weights: TargetWeights | None) -> Foreign:
 
 def write_eagle(saved: Saved, weights: TargetWeights | None) -> Foreign:
     """Return the files of an EAGLE head; where it has no bias, one of zeros is written, since SGLang adds one."""
-    tensors, config = draft_llama.write_eagle(saved, "sglang", "needed")
-    return Foreign(tensors, config | {"architectures": ["LlamaForCausalLMEagle"]})
+    foreign = draft_llama.write_eagle(saved, "sglang", "needed")
+    foreign.config["architectures"] = ["LlamaForCausalLMEagle"]
+    return foreign
 
 
 def tap_ids(taps: list[int], info: TargetInfo) -> list[int]:

@@ -30,8 +30,9 @@ def read_eagle3(foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> S
 
 def write_eagle(saved: Saved, weights: TargetWeights | None) -> Foreign:
     """Return the files of an EAGLE head. Raises HeadwayError for a bias of fc, which vLLM drops."""
-    tensors, config = draft_llama.write_eagle(saved, "vllm", "refused")
-    return Foreign(tensors, config | {"architectures": ["LlamaForCausalLM"]})
+    foreign = draft_llama.write_eagle(saved, "vllm", "refused")
+    foreign.config["architectures"] = ["LlamaForCausalLM"]
+    return foreign
 
 
 def write_medusa(saved: Saved, weights: TargetWeights | None) -> Foreign:
