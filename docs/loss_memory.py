@@ -28,8 +28,10 @@ def resident() -> float:
 
 
 def peak() -> float:
-    """Return the greatest resident memory that this process has had, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    """Return the greatest resident memory that this process has had, in MB. (What getrusage says begins with the peak of the
+    process that started this one.)"""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def loss_and_backward(loss: str, tokens: int, weight: Tensor, frozen: Frozen, plain: bool) -> float:

@@ -280,6 +280,15 @@ def family_of(head: Head) -> str:
     return type(head).__module__.rsplit(".", 1)[-1]
 
 
+def as_drafted(head: Head) -> Head:
+    """Return a head as engines draft with it: an EAGLE head over all of the target's words, others as they are."""
+    if family_of(head) != "eagle" or head.draft_vocab is None:
+        return head
+    whole = type(head)(dataclasses.replace(head.config, draft_vocab_size=0), head.frozen)  # type: ignore[call-arg]
+    whole.load_state_dict({name: tensor for name, tensor in head.state_dict().items() if name != "vocab_ids"})
+    return whole
+
+
 def _beside_note(foreign: Foreign, taps: list[Any] | None) -> list[Finding]:
     """Return where a folder is not what its export wrote."""
     note = foreign.config.get(NOTE)
@@ -311,15 +320,11 @@ def _unrounded(foreign: Foreign, weights: TargetWeights) -> dict[str, torch.Tens
 
 def _as_written(head: Head, foreign: Foreign) -> Head:
     """Return a float32 copy of the head with its weights rounded to the dtype of the files; LM heads of low rank are
-    multiplied out before, and an EAGLE head drafts over all words, as they are in the files."""
+    multiplied out before, as they are in the files."""
     dtype = next((t.dtype for t in foreign.tensors.values() if t.is_floating_point()), torch.float32)
-    _, head_class = find_family(family_of(head))
-    config, tensors = head.config, head.state_dict()
-    if family_of(head) == "eagle":
-        config = dataclasses.replace(config, draft_vocab_size=0)  # type: ignore[call-arg]
-        tensors.pop("vocab_ids", None)
-    fresh = head_class(config, head.frozen)
-    fresh.load_state_dict(tensors)
+    head = as_drafted(head)
+    fresh = type(head)(head.config, head.frozen)
+    fresh.load_state_dict(head.state_dict())
     if isinstance(getattr(fresh, "lm_heads", None), LMHeads):
         fresh.lm_heads.multiply_out()  # type: ignore[union-attr, operator]
     return fresh.to(head.frozen.lm_head_weight().device, dtype).float().eval()

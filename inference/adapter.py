@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.hub import download, parse_id
+from headway.heads.common.lora import CONFIG, PREFIX, WEIGHTS
 from headway.heads.common.protocol import AdapterInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
-PREFIX = "base_model.model."
 SCALES = ("alpha_pattern", "bias", "fan_in_fan_out", "lora_alpha", "r", "rank_pattern", "use_dora", "use_rslora")
 """Fields of an adapter's config that change what the same weights do."""
 PLAIN = {"peft_type": "LORA", "alora_invocation_tokens": None, "layer_replication": None}
@@ -186,22 +186,15 @@ def _find(given: str | Path) -> tuple[Path, str | None]:
         if not (path / CONFIG).is_file():
             raise HeadwayError(f"folder {text!r} has no {CONFIG}; give the folder of a PEFT adapter")
         return path, None
-    name, _, revision = text.partition("@")
-    if name.count("/") != 1 or text.startswith((".", "~", "/")):
+    on_hub = parse_id(text)
+    if on_hub is None:
         raise HeadwayError(
             f"no folder {text!r}; give the folder of a PEFT adapter, or a hub id (owner/name, owner/name@revision)"
         )
-    from huggingface_hub import snapshot_download
-
-    from headway.heads.common.hub import from_hub
-
     try:
-        folder = Path(snapshot_download(name, revision=revision or None, allow_patterns=["adapter_*", "*.jinja"]))
-    except Exception as e:
-        if not from_hub(e):
-            raise
-        first = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise HeadwayError(f"no folder {text!r}, and the hub gave no adapter of that id: {first}") from e
+        folder = download(*on_hub, ("adapter_*", "*.jinja"))
+    except HeadwayError as e:
+        raise HeadwayError(f"no folder {text!r}, and no adapter on the hub. {e}") from e.__cause__
     if not (folder / CONFIG).is_file():
         raise HeadwayError(f"{text} has no {CONFIG}; give a PEFT adapter")
     return folder, folder.name

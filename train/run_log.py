@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def _read_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _add_speed(steps: list[dict[str, Any]]) -> None:
     """Give the rows of a run of an older version their tokens per second, from the row before."""
-    for before, row in zip(steps, steps[1:], strict=False):
+    for before, row in pairwise(steps):
         figures: list[Any] = [r.get(key) for r in (before, row) for key in ("seconds", "total_tokens")]
         if "tokens_per_s" not in row and all(map(is_number, figures)):
             s0, t0, s1, t1 = figures

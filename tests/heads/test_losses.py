@@ -282,7 +282,6 @@ def test_smooth_l1_of_outliers_and_of_nothing():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-@pytest.mark.xfail(strict=False, reason="peak memory read beside other work; to be looked into")
 def test_memory_does_not_grow_with_the_tokens():
     """A logits matrix of 2048 tokens is 134 MB here."""
     script = Path(__file__).parents[2] / "docs" / "loss_memory.py"

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from headway.data.capture import capture
 from headway.data.dialogs import Dialog, DialogWriter
@@ -33,21 +32,10 @@ from headway.train.run_folder import RunFolder
 from headway.train.train_heads import main
 from tests.tiny import build, target
 from tests.train.conftest import write_dialogs
+from tests.train.runs import interrupted_in_step, log_of, same, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., TrainConfig]
-
-
-def weights(config: TrainConfig) -> dict[str, torch.Tensor]:
-    return load_file(Path(config.out) / "head" / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
-def log_of(config: TrainConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(config.out) / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -205,24 +193,12 @@ def test_kill_and_continue_is_bit_identical(recipe: Make, tiny: Target, tmp_path
     assert not same(weights(forgetful), weights(whole))
 
 
-def test_ctrl_c_saves_and_the_same_call_continues(
-    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_saves_and_the_same_call_continues(recipe: Make, tiny: Target, tmp_path: Path) -> None:
     whole, cut = recipe(out=str(tmp_path / "whole")), recipe(out=str(tmp_path / "cut"), save_every=0)
     train(whole, target=tiny)
-    real, calls = Medusa.loss, []
-
-    def loss(self: Medusa, batch: Batch) -> LossReport:
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return real(self, batch)
-
-    monkeypatch.setattr(Medusa, "loss", loss)
-    with pytest.raises(Interrupted, match="stopped at step 3 of 6"):
+    with interrupted_in_step(3, Medusa), pytest.raises(Interrupted, match="stopped at step 3 of 6"):
         train(cut, target=tiny)
     assert not (tmp_path / "cut" / "head").exists()
-    monkeypatch.setattr(Medusa, "loss", real)
     train(cut, target=tiny)
     assert same(weights(cut), weights(whole))
 

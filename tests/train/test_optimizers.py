@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from headway.train.average import Average
 from headway.train.config import TrainConfig
 from headway.train.loop import Interrupted, train
 from headway.train.optimizers import Both, make_optimizer
+from tests.train.runs import interrupted_in_step, log_of, same, weights
 
 Make = Callable[..., TrainConfig]
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -33,17 +33,8 @@ EAGLE3: dict[str, Any] = {
 }
 
 
-def weights(config: TrainConfig, file: str = "head/model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(Path(config.out) / file)
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
 def losses(config: TrainConfig) -> list[float]:
-    rows = [json.loads(line) for line in (Path(config.out) / "log.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "lr" in row]
+    return [row["loss"] for row in log_of(config) if "lr" in row]
 
 
 @pytest.mark.parametrize(
@@ -56,22 +47,12 @@ def losses(config: TrainConfig) -> list[float]:
     ids=["muon", "ema", "all"],
 )
 def test_an_interrupted_run_ends_as_a_whole_one(
-    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    recipe: Make, tiny: Target, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     whole, cut, forgetful = (recipe(**EAGLE3, **changes, out=str(tmp_path / n)) for n in ("whole", "cut", "forgetful"))
     train(whole, target=tiny)
-    real, calls = Eagle3.loss, []
-
-    def loss(self: Eagle3, batch: Batch) -> LossReport:
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return real(self, batch)
-
-    monkeypatch.setattr(Eagle3, "loss", loss)
-    with pytest.raises(Interrupted):
+    with interrupted_in_step(3, Eagle3), pytest.raises(Interrupted):
         train(cut, target=tiny)
-    monkeypatch.setattr(Eagle3, "loss", real)
     shutil.copytree(cut.out, forgetful.out)
     train(cut, target=tiny)
     assert same(weights(cut), weights(whole))

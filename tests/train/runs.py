@@ -1,0 +1,45 @@
+"""What a run of training left, and how one is interrupted."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headway.heads.common.protocol import Batch, Head, LossReport
+from headway.train.config import TrainConfig
+
+
+def weights(config: TrainConfig, file: str = "head/model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(Path(config.out) / file)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def log_of(config: TrainConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config.out) / "log.jsonl").read_text().splitlines()]
+
+
+@contextmanager
+def interrupted_in_step(number: int, head: type[Head]) -> Iterator[None]:
+    """Inside, Ctrl-C comes in the midst of step `number`, from 1, of training a head."""
+    real, calls = head.loss, []
+
+    def loss(self: Head, batch: Batch) -> LossReport:
+        calls.append(1)
+        if len(calls) == number:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "loss", loss)
+        yield
