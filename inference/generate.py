@@ -386,7 +386,7 @@ class _Batch:
         self.cache: SlotCache | None = None
         self.state: State = None
         self.read = 0
-        # A prompt, its cache and what was recorded of it, for what the next ones share.
+        # A prompt, its cache and its features, where they are wanted, for what the next ones share.
         self.prefilled: tuple[list[int], SlotCache, Tensor | None] | None = None
 
     @torch.inference_mode()
@@ -415,15 +415,17 @@ class _Batch:
             token_BT[:, known:], position_BT[:, known:], causal, cache, taps=self.taps, logits_to_keep=keep
         )
         cache.slots.commit([list(range(size - known)) for size in size_B])
+        tap_BTF = out.tap_BNF
+        if tap_BTF is not None and known:
+            assert self.prefilled is not None and self.prefilled[2] is not None
+            tap_BTF = torch.cat([self.prefilled[2][:known].expand(count, -1, -1), tap_BTF], dim=1)
         if self.record:
-            if known and self.prefilled is not None and self.prefilled[2] is not None:
-                for row in rows:
-                    row.features.append(self.prefilled[2][:known])
-            self._record(rows, [list(range(size - known)) for size in size_B], out.tap_BNF)
-        if (self.record or not self.taps) and known < size_B[0] - 1 and target.mode != "replay":
+            self._record(rows, [list(range(size)) for size in size_B], tap_BTF)
+        if known < size_B[0] - 1 and target.mode != "replay":
             kept = target.new_cache(1, capacity=size_B[0])
             kept.slots.append_rows(cache.slots, [0])
-            self.prefilled = (requests[0].prompt_ids, kept, torch.cat(rows[0].features) if self.record else None)
+            feature_TF = None if tap_BTF is None else tap_BTF[0, : size_B[0]].clone()
+            self.prefilled = (requests[0].prompt_ids, kept, feature_TF)
         first = []
         for b, row in enumerate(rows):
             score = process(out.logits_BNV[b, ends.index(size_B[b] - known - 1)], row.settings, row.history)
@@ -437,14 +439,11 @@ class _Batch:
                 next_BT[torch.arange(count, device=device), torch.tensor(size_B, device=device) - 1] = torch.tensor(
                     [tokens[0] for tokens in first], device=device
                 )
-                self._later(Committed(token_BT, next_BT, position_BT, size_B, out.tap_BNF), rows)
+                self._later(Committed(token_BT, next_BT, position_BT, size_B, tap_BTF), rows)
         yield from (row.result() for row in rows if row.finish_reason)
 
     def _shared_prefix(self, requests: list[Request]) -> int:
-        """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often.
-
-        With a drafter that reads features nothing is reused, since it needs those of the whole prompt.
-        """
+        """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often."""
         if self.prefilled is None:
             return 0
         shared = len(requests[0].prompt_ids) - 1  # the last token must run, for its logits

@@ -6,8 +6,13 @@ import random
 from itertools import combinations
 
 import pytest
+from torch import Tensor
 
-from headway.inference.generate import PREFILL_TOKENS, Request, _like_length
+from headway.inference.generate import PREFILL_TOKENS, Request, _like_length, generate
+from headway.inference.sampling import Settings
+from headway.inference.tree import Tree
+from tests.inference.helpers import POLICIES, encode, random_head
+from tests.tiny import llama4, target
 
 
 def _cost(groups: list[list[int]], pass_tokens: int) -> float:
@@ -43,3 +48,38 @@ def test_cheapest_cut(pass_tokens: int, longest: int) -> None:
 
 def test_no_requests() -> None:
     assert _like_length([], 24) == []
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle3"])
+def test_what_prompts_share_is_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a drafter too: what it reads of the shared part, and so all that it proposes, is as if each came alone."""
+    t = target(llama4())
+    head = random_head(family, t)
+    texts = ["You are helpful. What is a cat", "You are helpful. Why", "You are helpful. What is a dog, and why"]
+    requests = [Request(encode(text), Settings(max_new_tokens=12, eos_ids=()), id=text) for text in texts]
+    widths: list[int] = []
+    forward = t.forward
+
+    def counted(token_BN: Tensor, *args: object, **kwargs: object) -> object:
+        widths.append(token_BN.shape[1])
+        return forward(token_BN, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(t, "forward", counted)
+
+    def answers(some: list[Request]) -> tuple[list[object], list[Tensor]]:
+        trees: list[Tensor] = []
+
+        def observe(tree: Tree, paths: list[list[int]]) -> None:
+            trees.append(tree.token_BN.clone())
+
+        found = generate(t, some, head=head, policy=POLICIES["binary"], observe=observe)
+        return [(r.id, r.token_ids, r.accepted_per_round) for r in found], trees
+
+    together, trees = answers(requests)
+    prefills = [width for width in widths if width not in {tree.shape[1] for tree in trees}]
+    alone = [answers([request]) for request in requests]
+    assert together == [one for results, _ in alone for one in results]
+    wanted = [tree for _, trees_of_one in alone for tree in trees_of_one]
+    assert [tree.tolist() for tree in trees] == [tree.tolist() for tree in wanted]
+    shared = [0, len("You are helpful. Wh"), len("You are helpful. What is a ")]
+    assert prefills == [len(r.prompt_ids) - known for r, known in zip(requests, shared, strict=True)]
