@@ -122,6 +122,9 @@ class Head(IdsHead):
         vocab = self.draft_vocab
         if vocab is None:
             return self.frozen.lm_head_weight()
+        if torch.compiler.is_compiling():  # after the root was scored, which gathered them
+            assert self._rows is not None
+            return self._rows[0]
         if self._rows is None or self._rows[1].device != vocab.device or not torch.equal(self._rows[1], vocab):
             with torch.inference_mode(False):  # rows gathered while drafting serve training too
                 self._rows = (self.frozen.lm_head_weight().detach()[vocab], vocab.clone())
@@ -154,12 +157,14 @@ class Head(IdsHead):
 
     def step(self, state: Drafted, frontier: Frontier) -> tuple[Tensor, Drafted]:
         """Return logits for the children of each frontier node: the target's LM head on the predicted feature."""
-        state = expand(self, state, frontier)
-        assert state.output_BND is not None
+        return expand(self, state, frontier)
+
+    def score(self, output_BND: Tensor) -> Tensor:
+        """Return logits from the predicted feature."""
         if self.draft_vocab is None:
-            return self.frozen.logits(state.output_BND.to(self.frozen.lm_head_weight().dtype)), state
+            return self.frozen.logits(output_BND.to(self.frozen.lm_head_weight().dtype))
         words = self.lm_head()
-        return F.linear(state.output_BND.to(words.dtype), words) * self.factor, state
+        return F.linear(output_BND.to(words.dtype), words) * self.factor
 
     def select_rows(self, state: Drafted, kept: list[int]) -> Drafted:
         """Drop the rows that are not kept."""

@@ -144,8 +144,12 @@ class Head(MapsHead):
 
     def step(self, state: Drafted, frontier: Frontier) -> tuple[Tensor, Drafted]:
         """Return logits over the draft vocabulary for the children of each frontier node."""
-        state = expand(self, state, frontier)
-        return self.lm_head(self.norm(state.output_BND)), state
+        return expand(self, state, frontier)
+
+    def score(self, output_BND: Tensor) -> Tensor:
+        """Return logits from the layer's output."""
+        logits: Tensor = self.lm_head(self.norm(output_BND))
+        return logits
 
     def select_rows(self, state: Drafted, kept: list[int]) -> Drafted:
         """Drop the rows that are not kept."""

@@ -23,7 +23,8 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import Kind, LMHeads, check_lm_heads
 from headway.heads.common.losses import distil_loss
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, TargetInfo, module_dtype
-from headway.heads.common.slots import Slots, seen_slots
+from headway.heads.common.slots import Slots
+from headway.heads.common.static import Writes, cached_pass, free_pass
 from headway.heads.common.vocab import IdsHead
 
 
@@ -135,12 +136,15 @@ class Head(IdsHead):
         if self.prefix is None:
             return State(None, newest(tap, context.count_B))
         B, T = context.next_BT.shape
-        slots = Slots(1, rows, 256) if state is None or state.slots is None else state.slots
-        slots.place(T, tap.device)
-        seen = seen_slots(slots.relative(tap.device), causal_mask(B, T, tap.device))
-        output = self.prefix.cached(slots, 0, tap, (tap,), *self.rotary(tap, context.position_BT), seen)
+        slots = Slots(1, rows, static=self.static is not None) if state is None or state.slots is None else state.slots
+        (output,) = cached_pass(self, Head._prefixes, slots, causal_mask(B, T, tap.device), tap, context.position_BT)
         slots.commit([list(range(n)) for n in context.count_B])
         return State(slots, newest(output, context.count_B))
+
+    def _prefixes(self, slots: Writes, seen_BTS: Tensor, tap_BTD: Tensor, position_BT: Tensor) -> tuple[Tensor]:
+        assert self.prefix is not None
+        rotary = self.rotary(tap_BTD, position_BT)
+        return (self.prefix.cached(slots, 0, tap_BTD, (tap_BTD,), *rotary, seen_BTS),)
 
     def step(self, state: State, frontier: Frontier) -> tuple[Tensor, State]:
         """Return the logits of head `depth` for the children of each frontier node."""
@@ -151,8 +155,10 @@ class Head(IdsHead):
             index = frontier.parent_BN[:, :, None].expand(-1, -1, state.path_BNX.shape[2])
             above = state.path_BNX.gather(1, index)
         path = torch.cat([above, self._embed(frontier.token_BN)], dim=-1)
-        logits = self.lm_heads.logits(frontier.depth, self.blocks[frontier.depth](path))
-        return logits, replace(state, path_BNX=path)
+        return free_pass(self, Head._score, frontier.depth, path), replace(state, path_BNX=path)
+
+    def _score(self, step: int, path_BNX: Tensor) -> tuple[Tensor]:
+        return (self.lm_heads.logits(step, self.blocks[step](path_BNX)),)
 
     def select_rows(self, state: State, kept: list[int]) -> State:
         """Drop the rows that are not kept."""

@@ -19,6 +19,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lm_heads import Kind, LMHeads, check_lm_heads
 from headway.heads.common.losses import distil_loss
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, HeadConfig, LossReport, module_dtype
+from headway.heads.common.static import free_pass
 from headway.heads.common.vocab import IdsHead
 
 
@@ -102,9 +103,11 @@ class Head(IdsHead):
 
     def step(self, state: Tensor, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Return head `depth`'s logits, the same for every node of the frontier."""
-        x = self.blocks[frontier.depth](state.to(module_dtype(self)))
-        logits = self.lm_heads.logits(frontier.depth, x)
-        return logits[:, None].expand(-1, frontier.token_BN.shape[1], -1), state
+        logits = free_pass(self, Head._score, frontier.depth, state[:, None])
+        return logits.expand(-1, frontier.token_BN.shape[1], -1), state
+
+    def _score(self, step: int, feature_BND: Tensor) -> tuple[Tensor]:
+        return (self.lm_heads.logits(step, self.blocks[step](feature_BND.to(module_dtype(self)))),)
 
     def select_rows(self, state: Tensor, kept: list[int]) -> Tensor:
         """Return the features of the kept rows."""

@@ -37,7 +37,8 @@ from headway.heads.common.draft_layer import (
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import distil_loss, to_teacher
 from headway.heads.common.protocol import Batch, Context, Frontier, Frozen, LossReport, TargetInfo
-from headway.heads.common.slots import Slots, seen_slots
+from headway.heads.common.slots import Slots
+from headway.heads.common.static import Writes, cached_pass
 from headway.heads.common.vocab import MapsHead
 
 
@@ -240,18 +241,25 @@ class Head(MapsHead):
         """Run newly committed anchors and every depth of the newest one, in one pass; keep the anchors' keys and values."""
         B, T = context.next_BT.shape
         masks = self.config.depths - 1
-        slots = Slots(self.config.num_layers, rows, 256) if state is None else state.slots
+        static = self.static is not None
+        slots = Slots(self.config.num_layers, rows, static=static) if state is None else state.slots
         hidden, embed = self._inputs(context.tap_BTF, self._embed(context.next_BT), masks)
         device = hidden.device
         to_come = newest(context.position_BT[:, :, None], context.count_B) + torch.arange(1, masks + 1, device=device)
-        rotary = self.rotary(hidden, torch.cat([context.position_BT, to_come], dim=1))
-        slots.place(T + masks, device)
-        seen = seen_slots(slots.relative(device), _seen_by_masks(context.count_B, T, masks, device))
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DraftLayer)
-            hidden = layer.cached(slots, i, hidden, (embed, hidden) if i == 0 else (hidden,), *rotary, seen)
+        position = torch.cat([context.position_BT, to_come], dim=1)
+        seen = _seen_by_masks(context.count_B, T, masks, device)
+        (hidden,) = cached_pass(self, Head._outputs, slots, seen, hidden, embed, position)
         slots.commit([list(range(n)) for n in context.count_B])
         return State(slots, torch.cat([newest(hidden, context.count_B)[:, None], hidden[:, T:]], dim=1))
+
+    def _outputs(
+        self, slots: Writes, seen_BNS: Tensor, hidden: Tensor, embed: Tensor, position_BN: Tensor
+    ) -> tuple[Tensor]:
+        rotary = self.rotary(hidden, position_BN)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DraftLayer)
+            hidden = layer.cached(slots, i, hidden, (embed, hidden) if i == 0 else (hidden,), *rotary, seen_BNS)
+        return (hidden,)
 
     def step(self, state: State, frontier: Frontier) -> tuple[Tensor, State]:
         """Return the logits of the frontier's depth, the same for every node."""

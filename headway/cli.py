@@ -13,7 +13,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +43,14 @@ MergeOption = Annotated[
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub target.")]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where it is fast.")]
 DeviceOption = Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, ...")]
+CompileOption = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile the target's passes and the head's drafts with torch.compile, on a GPU as CUDA graphs. The first of each "
+        "size takes long, on a CPU minutes.",
+    ),
+]
 TreeOption = Annotated[
     str | None,
     typer.Option(
@@ -175,6 +182,7 @@ def generate_command(
     other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    compile: CompileOption = False,
     revision: RevisionOption = None,
     target_adapter: AdapterOption = None,
     merge_adapter: MergeOption = False,
@@ -223,7 +231,7 @@ def generate_command(
         raise HeadwayError(f"--draft {draft} drafts without a head; leave out --head, or use --draft hybrid")
     if source is not None:
         inputs.check_head(source, info, other_target)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, **carried)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, compile=compile, **carried)
     loaded_head: Any = None
     if source is not None:
         loaded_head = load_head(source, loaded, other_target=other_target)
@@ -252,12 +260,14 @@ def _answer(
     target: Any, ids: list[int], settings: Settings, head: Any, policy: Any, economy: Any, as_json: bool
 ) -> None:
     """Answer one prompt on the screen."""
+    from headway.inference.bench import compiling
     from headway.inference.generate import Request, generate
+    from headway.inference.host import clock
     from headway.inference.stream import TextStream
 
     stream = TextStream(target.tokenizer, target.eos_ids, settings.stop)
     show = (lambda piece: None) if as_json else (lambda piece: print(piece, end="", flush=True))
-    begin = perf_counter()
+    begin = clock()
     (result,) = generate(
         target,
         [Request(ids, settings)],
@@ -266,7 +276,7 @@ def _answer(
         economy=economy,
         on_tokens=lambda request, tokens: show(stream.feed(tokens)),
     )
-    seconds = perf_counter() - begin
+    seconds = clock() - begin
     show(stream.finish() if as_json else stream.finish() + "\n")
     figures = {
         "text": stream.text,
@@ -278,6 +288,7 @@ def _answer(
         "tokens_per_s": result.new_tokens / seconds,
         "mode": target.mode,
         "lossy": head is not None and settings.accept == "typical",
+        **compiling(target),
     }
     if as_json:
         print(json.dumps(figures, ensure_ascii=False))
@@ -285,9 +296,18 @@ def _answer(
     print(
         f"[{result.new_tokens} tokens in {seconds:.1f} s, {figures['tokens_per_s']:.1f} tokens/s; "
         f"{result.rounds} rounds, accepted length {result.accepted_length:.2f}; ended by {result.finish_reason}"
-        f"{'; lossy' if figures['lossy'] else ''}]",
+        f"{'; lossy' if figures['lossy'] else ''}{_compiled(figures)}]",
         file=sys.stderr,
     )
+
+
+def _compiled(figures: dict[str, Any]) -> str:
+    """Return what is said of compiling."""
+    if "compiled" not in figures:
+        return ""
+    if figures["compiled"] is not True:
+        return "; not compiled"
+    return f"; compiled in {figures['compile_seconds']:.1f} s, which is not counted"
 
 
 @command("bench")
@@ -324,6 +344,7 @@ def bench_command(
     other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    compile: CompileOption = False,
     revision: RevisionOption = None,
     target_adapter: AdapterOption = None,
     merge_adapter: MergeOption = False,
@@ -358,7 +379,7 @@ def bench_command(
     sources = [inputs.head_source(h) for given in head or [] for h in given.split(",") if h]
     for source in sources:
         inputs.check_head(source, info, other_target)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=sizes[0], **carried)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=sizes[0], compile=compile, **carried)
     heads = {
         name: (
             load_head(source, loaded, other_target=other_target),
@@ -505,6 +526,7 @@ def eval_command(
     other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    compile: CompileOption = False,
     revision: RevisionOption = None,
     target_adapter: AdapterOption = None,
     merge_adapter: MergeOption = False,
@@ -514,6 +536,7 @@ def eval_command(
     from headway import inputs
     from headway.data.chat import use_template
     from headway.heads.common.checkpoint import load_head
+    from headway.inference.bench import compiling
     from headway.inference.drafter import HeadDrafter, default_policy
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
@@ -533,7 +556,7 @@ def eval_command(
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit, held_out)
     source = inputs.head_source(head)
     inputs.check_head(source, info, other_target)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch, **carried)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch, compile=compile, **carried)
     loaded_head = load_head(source, loaded, other_target=other_target)
     policy = policy or inputs.saved_tree(source, loaded) or default_policy(loaded_head)
     if isinstance(policy, ByRows):
@@ -548,6 +571,7 @@ def eval_command(
         "dtype": loaded.dtype_name,
         "tree": policy.describe(),
         "rows": rows,
+        **compiling(loaded),
     }
     if out is not None:
         from headway.inference.bench import save_report
@@ -853,6 +877,7 @@ def tune_command(
     other_target: OtherOption = False,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
+    compile: CompileOption = False,
     revision: RevisionOption = None,
     target_adapter: AdapterOption = None,
     merge_adapter: MergeOption = False,
@@ -863,6 +888,7 @@ def tune_command(
     from headway.data.chat import use_template
     from headway.data.progress import Progress
     from headway.heads.common.checkpoint import load_head
+    from headway.inference.bench import compiling
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
     from headway.inference.tune import read_policies, save_policy, tune
@@ -884,7 +910,7 @@ def tune_command(
     use_template(tokenizer, chat_template)
     inputs.check_head(source, info, other_target)
     chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
-    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, **carried)
+    loaded = inputs.load_target(target, dtype, device, revision, tokenizer, compile=compile, **carried)
     unfinished = inputs.unfinished("tune", loaded, [source], chosen, {"max_new_tokens": max_new_tokens})
     progress = Progress("tune: answers", len(chosen) - len(unfinished.done), seconds=seconds)
     report = tune(
@@ -896,6 +922,7 @@ def tune_command(
         on_progress=progress.add,
         unfinished=unfinished,
     )
+    report |= compiling(loaded)
     save_policy(source, loaded, report)
     unfinished.finish()
     progress.close(f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {device}, {loaded.dtype}")

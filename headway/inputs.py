@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headway.inference.economy import Economy
     from headway.inference.target import Target
     from headway.inference.tree import Policy
+    from headway.inference.tune import Tuned
     from headway.inference.unfinished import Unfinished
 
 
@@ -326,11 +327,10 @@ def economy(source: str | None, target: Target, tree: str | None) -> Economy | N
     name, which then drafts in every round."""
     from headway.heads.common.checkpoint import head_folder
     from headway.inference.economy import Economy
-    from headway.inference.tune import load_tuned
 
     if tree not in (None, "auto"):
         return None
-    tuned = load_tuned(head_folder(source), target.dtype, str(target.device)) if source is not None else None
+    tuned = _tuned(head_folder(source), target) if source is not None else None
     return Economy(tuned.prices if tuned is not None else None)
 
 
@@ -375,7 +375,8 @@ def make_drafter(
         return NgramDrafter()
     if kind == "model":
         name, _, tree = rest.partition("@")
-        return ModelDrafter(Loaded.load(name, dtype=target.dtype, device=device), parse_tree(tree or None)).fit(target)
+        model = Loaded.load(name, dtype=target.dtype, device=device, compile=target.compiled is not None)
+        return ModelDrafter(model, parse_tree(tree or None)).fit(target)
     if head is None:
         raise HeadwayError("--draft hybrid asks a head where nothing is found; give --head")
     return HybridDrafter(HeadDrafter(head, policy if policy is not None else default_policy(head)))
@@ -402,14 +403,14 @@ def saved_tree(source: str, target: Target) -> Policy | None:
     """Return the trees tuned for a head on this device and dtype, which lie beside it as tree.json: those that draft, for an
     economy to turn off where they do not pay. None without any."""
     from headway.heads.common.checkpoint import head_folder
-    from headway.inference.tune import load_tuned, read_policies
+    from headway.inference.tune import read_policies
 
     folder = head_folder(source)
-    tuned = load_tuned(folder, target.dtype, str(target.device))
+    tuned = _tuned(folder, target)
     policy = tuned.drafting if tuned is not None else None
     known = sorted(read_policies(folder))
     if policy is None and known:
-        here = f"{target.device.type} {target.dtype_name}"
+        here = f"{target.device.type} {target.dtype_name}{' compiled' if target.compiled else ''}"
         print(f"headway: the tree of {source} was tuned for {', '.join(known)}, not for {here}", file=sys.stderr)
     return policy
 
@@ -425,6 +426,12 @@ def carried(adapter: str | None, merge: bool) -> dict[str, Any]:
     return {"adapter": adapter, "merge_adapter": merge}
 
 
+def _tuned(folder: Path, target: Target) -> Tuned | None:
+    from headway.inference.tune import load_tuned
+
+    return load_tuned(folder, target.dtype, str(target.device), target.compiled is not None)
+
+
 def load_target(
     name: str,
     dtype: str,
@@ -434,6 +441,7 @@ def load_target(
     rows: int = 1,
     adapter: str | None = None,
     merge_adapter: bool = False,
+    compile: bool = False,
 ) -> Target:
     """Return the target, with an adapter on it if given; `tokenizer` replaces its own (one that was given a chat template).
 
@@ -443,7 +451,7 @@ def load_target(
 
     target = Target.load(
         name, dtype=dtype, device=device, revision=revision, tokens=max(FEW_TOKENS, rows),
-        adapter=adapter, merge_adapter=merge_adapter,
+        adapter=adapter, merge_adapter=merge_adapter, compile=compile,
     )  # fmt: skip
     if tokenizer is not None:
         target.tokenizer = tokenizer

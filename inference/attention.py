@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -59,6 +60,8 @@ def _repeated(mask: Tensor, times: int) -> Tensor:
 
     All layers of a pass are given one mask; it is repeated once for them, and kept on it.
     """
+    if torch.compiler.is_compiling():  # what hangs on a tensor cannot be traced, and the compiler sees what is the same
+        return mask.repeat(1, 1, times, 1)
     known = mask.__dict__.get("_headway_repeated")
     if known is None or known[0] != times:
         known = mask.__dict__["_headway_repeated"] = (times, mask.repeat(1, 1, times, 1))

@@ -37,6 +37,7 @@ from headway.heads.common.protocol import Head
 from headway.inference.drafter import Drafter, as_drafter
 from headway.inference.economy import Economy
 from headway.inference.generate import Request, Times, generate
+from headway.inference.host import clock, stopped
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import Policy
@@ -192,12 +193,12 @@ def _measure(
     parts = {}
     for name in order:
         clocks[name].clear()
-        begin, error, answers = perf_counter(), "", []
+        begin, error, answers = clock(), "", []
         try:
             answers = runs[name](group, settings)
         except FAILURES as e:
             error = f"{type(e).__name__}: {e}"
-        parts[name] = _Part(answers, perf_counter() - begin, copy(clocks[name]), error)
+        parts[name] = _Part(answers, clock() - begin, copy(clocks[name]), error)
         progress(0, sum(len(answer.token_ids) for answer in answers))
     return parts
 
@@ -283,12 +284,12 @@ def throughput(
     def part(name: str, method: str, answering: Iterable[tuple[int, list[int]]]) -> dict[int, list[int]]:
         """Return the answers of one part by prompt number, and count its seconds."""
         if name not in known:
-            begin, made = perf_counter(), []
+            begin, made = clock(), []
             for number, ids in answering:
                 made.append((number, ids))
                 if on_progress:
                     on_progress(1, len(ids))
-            known[name] = made, perf_counter() - begin
+            known[name] = made, clock() - begin
             keep(name, known[name])
         made, took = known[name]
         seconds[method] += took
@@ -358,6 +359,7 @@ def begin_report(target: Target, command: str) -> dict[str, Any]:
         "mode_reason": target.mode_reason,
         "environment": environment(target),
         "command": command,
+        **compiling(target),
     }
 
 
@@ -376,8 +378,17 @@ def environment(target: Target) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        **({"compile": True} if compiling(target) else {}),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def compiling(target: Target) -> dict[str, Any]:
+    """Return how passes are compiled, and the seconds that took so far, which no figure counts; nothing where they are not
+    asked to be."""
+    if target.compiled is None and not target.compiled_reason:
+        return {}
+    return {"compiled": target.compiled_reason or True, "compile_seconds": round(stopped(), 1)}
 
 
 def cpu_name() -> str:
@@ -506,10 +517,10 @@ def _headway_run(target: Target, times: Times, drafter: Drafter | None = None, e
         settings = replace(settings, max_new_tokens=_budget(target, group, settings))
         arrivals: dict[int, list[tuple[float, int]]] = {number: [] for number, _ in group}
         requests = [Request(ids, settings, id=number, key=number) for number, (_, _, ids) in group]
-        begin = perf_counter()
+        begin = clock()
 
         def arrived(request: Request, tokens: list[int]) -> None:
-            arrivals[request.id].append((perf_counter() - begin, len(tokens)))
+            arrivals[request.id].append((clock() - begin, len(tokens)))
 
         results = generate(
             target,
@@ -619,6 +630,11 @@ def save_report(report: dict[str, Any], path: Path | str) -> None:
     aside.replace(path)
 
 
+def _how_compiled(report: dict[str, Any]) -> str:
+    compiled = report.get("compiled")
+    return "" if compiled is None else "compiled, " if compiled is True else "not compiled, "
+
+
 def print_report(report: dict[str, Any], console: Any = None) -> None:
     """Print a report's tables; `speed-up` is over transformers.generate, `same` the share of answers identical to its."""
     from rich.box import SIMPLE
@@ -630,7 +646,7 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
     table = Table(
         box=SIMPLE,
         padding=(0, 0, 0, 1),
-        title=f"{report['target']}, {place['dtype']}, {report['prompts']['count']} prompts",
+        title=f"{report['target']}, {place['dtype']}, {_how_compiled(report)}{report['prompts']['count']} prompts",
     )
     table.add_column("method", no_wrap=True)
     heading = ["tok/s", "speed-up", "x plain", "accepted", "same", "ttft ms", "itl ms", "p95"]

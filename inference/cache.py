@@ -41,6 +41,6 @@ class _SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """What a model of transformers is given as its cache; the decoder works on `slots`."""
 
-    def __init__(self, num_layers: int, rows: int, capacity: int = 256) -> None:
-        self.slots = Slots(num_layers, rows, capacity)
+    def __init__(self, num_layers: int, rows: int, capacity: int = 256, static: bool = False) -> None:
+        self.slots = Slots(num_layers, rows, capacity, static)
         super().__init__(layers=[_SlotLayer(self.slots, i) for i in range(num_layers)])

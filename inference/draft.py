@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frontier, State
+from headway.inference.host import fetch
 from headway.inference.sampling import Settings, noise_of, noise_words
 from headway.inference.tree import DynamicTree, Shape, StaticTree, Template, Tree, template
 
@@ -182,7 +183,7 @@ def _grow_dynamic(
         count += child_BC.shape[1]
     token_BC, score_BC, parent_BC = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
     kept_BN = score_BC.topk(min(policy.nodes - 1, count), dim=-1).indices.sort(dim=-1).values
-    parents_host = _renumber(kept_BN.tolist(), parent_BC.gather(1, kept_BN).tolist())
+    parents_host = _renumber(*fetch(kept_BN, parent_BC.gather(1, kept_BN)))
     token_BN = torch.cat([root_B[:, None], token_BC.gather(1, kept_BN)], 1)
     tree = Tree.from_parents(token_BN, parents_host)
     tree.score_BN = torch.cat([score_BC.new_zeros(B, 1), score_BC.gather(1, kept_BN)], 1)

@@ -128,7 +128,9 @@ class HeadDrafter(Drafter):
         self.taps = head.config.taps
 
     def fit(self, target: Target) -> HeadDrafter:
-        """Return it with its tree, or the chain of the tree's depth."""
+        """Return it with its tree, or the chain of the tree's depth; compiled where the target is."""
+        if target.compiled is not None:
+            target.compiled.take(self.head)
         return HeadDrafter(self.head, verifiable(self.policy, target))
 
     def describe(self) -> str:

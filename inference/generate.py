@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from headway.inference.cache import SlotCache
 from headway.inference.draft import Draws
 from headway.inference.drafter import Ask, Committed, Drafter, as_drafter
 from headway.inference.economy import Economy
+from headway.inference.host import clock, fetch
 from headway.inference.sampling import Settings, check_chosen, choose, process
 from headway.inference.target import Target, pass_tokens
 from headway.inference.tree import Policy, Tree
@@ -475,12 +475,12 @@ class _Batch:
         # Under typical acceptance the answer depends on what is drafted: there the clock has no say.
         lossy = any(row.settings.accept == "typical" and not row.settings.greedy for row in self.rows)
         drafting = drafter is not None and (self.economy is None or lossy or self.economy.drafts(len(self.rows)))
-        began = perf_counter()
+        began = clock()
         if drafting and self.read < len(self.rows):
             self._catch_up()  # prompts are no part of a round
             if self.economy is not None:
-                self.economy.read(len(self.rows), perf_counter() - began)
-            began = perf_counter()
+                self.economy.read(len(self.rows), clock() - began)
+            began = clock()
         begin = self._now()
         if drafter is not None and drafting:
             self._catch_up()
@@ -521,7 +521,7 @@ class _Batch:
             self._drop(done)
         if self.economy is not None and drafter is not None and not lossy:
             gained, nodes = [len(tokens) for tokens in emitted], tree.token_BN.shape[1]
-            self.economy.count(len(paths), drafting, nodes > 1, gained, perf_counter() - began)
+            self.economy.count(len(paths), drafting, nodes > 1, gained, clock() - began)
         times = self.times
         times.draft += drafted - begin + absorb
         times.verify += verified - drafted
@@ -534,7 +534,7 @@ class _Batch:
         """Return the time, after what a GPU was asked for is done when the times are wanted."""
         if self.times.on and self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-        return perf_counter()
+        return clock()
 
     def _record(self, rows: list[_Row], paths: list[list[int]], tap_BNF: Tensor | None) -> None:
         """Keep the features of what was committed."""
@@ -544,17 +544,20 @@ class _Batch:
             row.features.append(feature_BNF[b, path])
 
     def _accept(self, tree: Tree, logits_BNV: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        token_BN = tree.token_BN.tolist()
+        if any(row.settings.greedy and not row.settings.needs_history for row in self.rows):
+            best_BN1 = logits_BNV.argmax(-1, keepdim=True)
+            token_BN, argmax_BN, value_BN = fetch(
+                tree.token_BN, best_BN1[..., 0], logits_BNV.gather(2, best_BN1)[..., 0]
+            )
+        else:
+            (token_BN,) = fetch(tree.token_BN)
         walks: list[Any] = [None] * len(self.rows)
-        argmax_BN: list[list[int]] | None = None
         alike: dict[Settings, list[int]] = {}
         greedy: list[int] = []
         for b, row in enumerate(self.rows):
             settings = row.settings
             free = not settings.needs_history
             if settings.greedy and free:
-                if argmax_BN is None:
-                    argmax_BN = logits_BNV.argmax(-1).tolist()
                 walks[b] = walk_greedy(token_BN[b], tree.parents[b], argmax_BN[b])
                 greedy.append(b)
             elif settings.accept == "exact" and free:
@@ -564,11 +567,9 @@ class _Batch:
                 size = tree.size_B[b] if tree.size_B is not None else len(token_BN[b])
                 tokens, parents = token_BN[b][:size], tree.parents[b][:size]
                 walks[b] = walk(tokens, parents, logits_BNV[b], settings, row.request.key, row.history)
-        visited = [(b, *step) for b in greedy for step in zip(*walks[b], strict=True)]
-        if visited:
-            value = logits_BNV[tuple(torch.tensor(visited, device=logits_BNV.device).T)]
-            for (b, *_), best in zip(visited, value.tolist(), strict=True):
-                check_chosen(best, self.rows[b].settings, len(self.rows[b].history))
+        for b in greedy:
+            for node in walks[b][0]:
+                check_chosen(value_BN[b][node], self.rows[b].settings, len(self.rows[b].history))
         for settings, group in alike.items():
             rows = [self.rows[b] for b in group]
             found = walk_exact_rows(

@@ -23,12 +23,17 @@ NOISE_FACTOR = 4.0
 """How many times the model's own rounding noise (its cached step against its full forward) is still taken for rounding."""
 
 
+def rounding(target: Target) -> float:
+    """Return the relative difference of logits that is taken for rounding."""
+    return TOLERANCE if target.dtype == torch.float32 else max(LOW_TOLERANCE, NOISE_FACTOR * _own_noise(target))
+
+
 def probe(target: Target) -> tuple[str, str]:
     """Return (mode, reason): the best of tree, chain, replay, plain that reproduces the target's own forward."""
     allowed = TOLERANCE
     if target.dtype != torch.float32:
         try:
-            allowed = max(LOW_TOLERANCE, NOISE_FACTOR * _own_noise(target))
+            allowed = rounding(target)
         except Exception as e:  # noqa: BLE001 - no cache that a second forward can take
             return "plain", f"the model's own cached step failed: {type(e).__name__}: {_first_line(e)}"
     reasons = []
@@ -101,10 +106,10 @@ def _own_noise(target: Target) -> float:
     for n in range(5, 9):
         logits_1NV, cache = target.own_pass([ids[n]], n, cache)
         got.append(logits_1NV[0, -1].float())
-    return float(_relative(torch.stack(got), want).max())
+    return float(relative_error(torch.stack(got), want).max())
 
 
-def _relative(got: Tensor, want: Tensor) -> Tensor:
+def relative_error(got: Tensor, want: Tensor) -> Tensor:
     """Return |got - want| / |want - mean(want)| along the last axis."""
     return (got - want).norm(dim=-1) / (want - want.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-6)
 
@@ -128,7 +133,7 @@ def _error(target: Target, prefix: list[int], nodes: list[int], parents: list[in
             path.append(nodes[at])
             at = parents[at]
         want = _truth(target, prefix + path[::-1])
-        worst = max(worst, float(_relative(got[n], want)))
+        worst = max(worst, float(relative_error(got[n], want)))
     return worst if worst == worst else float("inf")
 
 
@@ -156,7 +161,7 @@ def _replay_error(target: Target) -> float:
         got = target.forward(token_1N, position_1N, causal, cache).logits_BNV[0].float()
         for n in range(count):
             want = _truth(target, ids[:at] + chain[: n + 1])
-            worst = max(worst, float(_relative(got[n], want)))
+            worst = max(worst, float(relative_error(got[n], want)))
         cache.slots.commit([list(range(right))])
         at += right
     return worst if worst == worst else float("inf")

@@ -32,14 +32,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import Cache
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import AdapterInfo, Frozen, Tap, TargetInfo
 from headway.heads.common.slots import seen_slots
+from headway.inference import compiled
 from headway.inference.adapter import CONFIG as ADAPTER_CONFIG
 from headway.inference.adapter import adapted, attach, attached, dense_weights, read_adapter
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
+from headway.inference.compiled import Backend, CompiledTarget
 from headway.inference.packed import Packed, pack
 from headway.inference.replay import ReplayCache
 
@@ -98,6 +101,10 @@ class Target:
         self._windows = _windows(self.text_config)
         self._packed = pack(model) if self._adapted else Packed(model)
         self.frozen = self._references(model.get_input_embeddings(), model.get_output_embeddings())
+        self.compiled: CompiledTarget | None = None
+        """Its compiled passes, while there are any."""
+        self.compiled_reason = ""
+        """Why there are none though they were asked for; else empty."""
         self.mode = ""  # none yet: the probe makes caches
         self.max_positions = usable_positions(_plain_config(self.text_config))
         """Longest context."""
@@ -129,11 +136,13 @@ class Target:
         tokens: int = FEW_TOKENS,
         adapter: str | Path | None = None,
         merge_adapter: bool = False,
+        compile: bool = False,
     ) -> Target:
         """Return the target named by a hub id, a folder or a .gguf file.
 
         `dtype` "auto" is the `fast_dtype` of the device for passes of that many tokens. `adapter` is a LoRA of PEFT, a folder
         or a hub id (owner/name@revision), put on it; `merge_adapter` adds it to the weights, which runs as fast as none.
+        `compile` calls its `compile`.
 
         Raises HeadwayError when one cannot be found, the adapter is another model's or the dtype is unknown.
         """
@@ -172,7 +181,22 @@ class Target:
             )
         if target.mode != "tree":
             print(f"headway: {name} runs in {target.mode} mode: {target.mode_reason}", file=sys.stderr)
+        if compile:
+            target.compile()
         return target
+
+    def compile(self, backend: Backend | None = None) -> None:
+        """Compile the passes over trees, and the draft steps of the heads that draft for the target, as they come.
+
+        `backend` is what torch.compile takes; None is inductor, on a GPU with CUDA graphs. The first pass of each size takes
+        long, minutes on a CPU. A target that cannot be compiled says so on stderr, and runs as it is; `compiled_reason` has
+        the reason.
+        """
+        if self.mode in ("tree", "chain"):
+            self.compiled, self.compiled_reason = CompiledTarget(self, backend or compiled.BACKEND), ""
+            return
+        self.compiled_reason = f"it runs in {self.mode} mode"
+        print(f"headway: {self.info.name} is not compiled: {self.compiled_reason}", file=sys.stderr)
 
     @property
     def packed(self) -> Packed:
@@ -213,7 +237,7 @@ class Target:
         """Return an empty cache for `rows` rows; in replay mode a ReplayCache, which is used alike."""
         if self.mode == "replay":
             return self.replay_cache(rows)  # type: ignore[return-value]
-        return SlotCache(self.info.num_layers, rows, capacity)
+        return SlotCache(self.info.num_layers, rows, capacity, self.compiled is not None)
 
     def replay_cache(self, rows: int) -> ReplayCache:
         """Return an empty cache for `rows` rows of chains, of the model's own making."""
@@ -244,23 +268,57 @@ class Target:
         if isinstance(cache, ReplayCache):
             assert before_BM is None, "a chain is verified whole"
             return Output(*cache.forward(token_BN, logits_to_keep, taps))
+
+        def plain() -> tuple[Tensor, ...]:
+            return self._plain_forward(token_BN, position_BN, ancestor_BNN, cache, taps, logits_to_keep, before_BM)
+
+        out = None
+        # Who wants all logits verifies or drafts; who wants few reads a prompt, which is not compiled.
+        if self.compiled is not None and isinstance(logits_to_keep, int) and not logits_to_keep:
+            out = self.compiled.forward(token_BN, position_BN, ancestor_BNN, cache, taps, before_BM, plain)
+        logits, *feature = plain() if out is None else out
+        return Output(logits, feature[0] if feature else None)
+
+    def _plain_forward(
+        self,
+        token_BN: Tensor,
+        position_BN: Tensor,
+        ancestor_BNN: Tensor,
+        cache: SlotCache,
+        taps: Sequence[Tap],
+        logits_to_keep: int | Tensor,
+        before_BM: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Return logits and, where there are taps, features."""
         before_BM = position_BN[:, :0] if before_BM is None else before_BM
         cache.slots.place(token_BN.shape[1], token_BN.device, offset=before_BM.shape[1])
-        mask = self._masks(torch.cat([before_BM, position_BN], 1), position_BN, ancestor_BNN, cache)
+        relative_BS = cache.slots.relative(token_BN.device)
+        mask = self.masks(torch.cat([before_BM, position_BN], 1), position_BN, ancestor_BNN, relative_BS)
         if taps and isinstance(logits_to_keep, int) and logits_to_keep:
             # Told a number, some models run their upper layers on the last tokens only; taps need all tokens.
             size = token_BN.shape[1]
             logits_to_keep = torch.arange(max(0, size - logits_to_keep), size, device=token_BN.device)
-        kwargs: dict[str, Any] = {self.cache_kwarg: cache, "logits_to_keep": logits_to_keep}
         with self._capture(taps) as captured, use_grouped(self.model), self.packed:
-            out = self.model(
-                input_ids=token_BN,
-                attention_mask=mask,
-                position_ids=position_BN.clamp(max=self.max_positions - 1),
-                use_cache=True,
-                **kwargs,
-            )
-        return Output(out.logits, torch.cat(captured, dim=-1) if taps else None)
+            out = self.call(token_BN, position_BN, mask, cache, logits_to_keep)
+        return (out.logits, torch.cat(captured, dim=-1)) if taps else (out.logits,)
+
+    def call(
+        self,
+        token_BN: Tensor,
+        position_BN: Tensor,
+        mask: Tensor | dict[str, Tensor],
+        cache: Cache,
+        logits_to_keep: int | Tensor = 0,
+    ) -> Any:
+        """Return what the model returns for new tokens under an additive mask."""
+        return self.model(
+            input_ids=token_BN,
+            attention_mask=mask,
+            position_ids=position_BN.clamp(max=self.max_positions - 1),
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            **{self.cache_kwarg: cache},
+        )
 
     def own_pass(
         self, tokens: list[int], start: int = 0, cache: Any = None, keep: int | Tensor = 1
@@ -312,7 +370,9 @@ class Target:
             return embedding(ids) * embed_scale if embed_scale != 1.0 else embedding(ids)
 
         def logits(last: Tensor, rows: Tensor | None = None) -> Tensor:
-            if rows is None and not (last.requires_grad and torch.is_grad_enabled()):
+            if torch.compiler.is_compiling() and rows is None:
+                value = out(last) * scale  # packed from outside
+            elif rows is None and not (last.requires_grad and torch.is_grad_enabled()):
                 with self.packed:
                     value = out(last) * scale
             else:
@@ -330,15 +390,15 @@ class Target:
             final_norm=lambda: getattr(getattr(self.decoder, "norm", None), "weight", None),
         )
 
-    def _masks(
-        self, new_position_BM: Tensor, position_BN: Tensor, ancestor_BNN: Tensor, cache: SlotCache
+    def masks(
+        self, new_position_BM: Tensor, position_BN: Tensor, ancestor_BNN: Tensor, relative_BS: Tensor
     ) -> Tensor | dict[str, Tensor]:
         """Return the additive mask [B, 1, N, S], or one per layer type where the model mixes windows.
 
-        `new_position_BM` has the positions of everything that is not committed, the N tokens of this pass last.
+        `new_position_BM` has the positions of everything that is not committed, the N tokens of this pass last;
+        `relative_BS` is as `Slots.relative` gives it.
         """
-        M, S, device = new_position_BM.shape[1], cache.slots.used, position_BN.device
-        relative_BS = cache.slots.relative(device)
+        M, S, device = new_position_BM.shape[1], relative_BS.shape[1], position_BN.device
         index_BS, new_BS = relative_BS.clamp(0, M - 1), (relative_BS >= 0) & (relative_BS < M)
         seen_BNS = seen_slots(relative_BS, ancestor_BNN)
         lowest = torch.finfo(self.dtype).min

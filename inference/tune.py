@@ -31,6 +31,7 @@ from headway.heads.common.protocol import Head
 from headway.inference.drafter import Ask, Committed, HeadDrafter, default_policy
 from headway.inference.economy import Price
 from headway.inference.generate import Request, Times, generate
+from headway.inference.host import clock
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import (
@@ -321,10 +322,10 @@ def measure_verify(
     for repeat in range(repeats + 1):
         for n in widths:  # widths in turn, so that a slow spell of the machine falls on all of them
             _run(target, cache, n, taps)
-            begin = perf_counter()
+            begin = clock()
             _run(target, cache, n, taps)
             if repeat:
-                seconds[n].append(perf_counter() - begin)
+                seconds[n].append(clock() - begin)
     return {n: 1e3 * median(s) for n, s in seconds.items()}
 
 
@@ -352,18 +353,18 @@ def measure_draft(target: Target, head: Head, policy: Policy, context: int, repe
     ask = Ask(torch.ones(rows, dtype=torch.long, device=device), [[1]] * rows)
     seconds = []
     for repeat in range(repeats + 1):
-        begin = perf_counter()
+        begin = clock()
         state = take(state, 2, context + 2 * repeat)
         tree, state = drafter.propose(state, ask)
         tree.token_BN[0, 0].item()
-        seconds.append(perf_counter() - begin)
+        seconds.append(clock() - begin)
     return 1e3 * median(seconds[1:])
 
 
 def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> None:
-    """Keep a tuning report beside a head, under this device and dtype; other entries stay."""
+    """Keep a tuning report beside a head, under this device, dtype and whether passes are compiled; other entries stay."""
     known = read_policies(folder)
-    known[_key(str(target.dtype), str(target.device))] = report
+    known[_key(str(target.dtype), str(target.device), target.compiled is not None)] = report
     path = Path(folder) / FILE
     aside = path.with_name(f".{FILE}.{os.getpid()}.tmp")
     aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
@@ -396,9 +397,12 @@ class Tuned:
     """Of `drafting`, by number of rows."""
 
 
-def load_tuned(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Tuned | None:
-    """Return what was tuned for this device and dtype, or None when nothing was. Raises HeadwayError for a broken file."""
-    report = read_policies(folder).get(_key(str(dtype), device))
+def load_tuned(
+    folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", compiled: bool = False
+) -> Tuned | None:
+    """Return what was tuned for this device and dtype, of plain passes or of compiled ones, or None when nothing was. Raises
+    HeadwayError for a broken file."""
+    report = read_policies(folder).get(_key(str(dtype), device, compiled))
     if not report:
         return None
     try:
@@ -418,9 +422,11 @@ def load_tuned(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu"
         ) from e
 
 
-def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
+def load_policy(
+    folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", compiled: bool = False
+) -> Policy | None:
     """Return the trees tuned for this device and dtype, or None when there are none. Raises HeadwayError for a broken file."""
-    tuned = load_tuned(folder, dtype, device)
+    tuned = load_tuned(folder, dtype, device, compiled)
     return tuned.best if tuned is not None else None
 
 
@@ -434,5 +440,5 @@ def _by_rows(shapes: dict[int, Policy]) -> Policy:
     return each_shape(ByRows(tuple(sorted(shapes.items()))), lambda shape: shape)  # type: ignore[arg-type]
 
 
-def _key(dtype: str, device: str) -> str:
-    return f"{device.split(':')[0]} {dtype.removeprefix('torch.')}"
+def _key(dtype: str, device: str, compiled: bool) -> str:
+    return f"{device.split(':')[0]} {dtype.removeprefix('torch.')}{' compiled' if compiled else ''}"

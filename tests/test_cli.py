@@ -95,6 +95,25 @@ def test_generate_json(run: Run, head: tuple[str, ...]) -> None:
     assert answer["tokens_per_s"] > 0
 
 
+def test_compile_is_handed_on_and_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(target: Target) -> None:  # eight layers take long to trace
+        target.compile_asked, target.compiled_reason = True, "not today"
+
+    monkeypatch.setattr(Target, "compile", compile)
+    ask = (*GENERATE, "--prompt", "Hello", "--json")
+    want = json.loads(run(*ask)[1])
+    answer = json.loads(run(*ask, "--compile")[1])
+    assert answer["token_ids"] == want["token_ids"]
+    assert answer["compiled"] == "not today"
+    assert "compiled" not in want
+    limits = ("-t", "target", "-p", "prompts.jsonl", "--limit", "1", "-n", "4", "--compile")
+    code, out, _ = run("eval", "--head", "medusa", *limits, "--json")
+    assert json.loads(out)["compiled"] == "not today"
+    code, out, _ = run("bench", *limits)
+    assert code == 0
+    assert "not compiled" in out
+
+
 def test_generate_streams_the_text_that_json_holds(run: Run) -> None:
     code, streamed, err = run(*GENERATE, "--prompt", "Hello", "--raw")
     assert code == 0

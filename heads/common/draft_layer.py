@@ -26,7 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from headway.heads.common.blocks import after
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Frontier, Frozen, HeadConfig, TargetInfo
-from headway.heads.common.slots import Slots, seen_slots
+from headway.heads.common.slots import Slots
+from headway.heads.common.static import Run, Writes, cached_pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,8 @@ class Rotary:
 
     def __call__(self, like: Tensor, position_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin on the device and in the dtype of `like`."""
-        cos, sin = self.stock.to(like.device)(like, position_BT)
+        stock = self.stock if torch.compiler.is_compiling() else self.stock.to(like.device)
+        cos, sin = stock(like, position_BT)
         return cos, sin
 
 
@@ -163,7 +165,7 @@ class DraftLayer(nn.Module):
         return self.finish(hidden_BTD, F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def cached(
-        self, slots: Slots, index: int, hidden_BTD: Tensor, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor,
+        self, slots: Writes, index: int, hidden_BTD: Tensor, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor,
         seen_BTS: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return the layer's output [B, T, D] for tokens that `slots` has placed; their keys and values are stored as those
@@ -238,6 +240,7 @@ class Recurrent(Protocol):
     """A head whose single layer reads its own output: what `unroll`, `absorb` and `expand` need of it."""
 
     layer: DraftLayer
+    static: Run | None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the token embeddings in the head's dtype."""
@@ -250,6 +253,9 @@ class Recurrent(Protocol):
 
     def feed(self, output_BTD: Tensor) -> Tensor:
         """Return what the next step reads in place of a feature."""
+
+    def score(self, output_BND: Tensor) -> Tensor:
+        """Return logits [B, N, V] of the tokens after nodes from the layer's output at them."""
 
 
 @dataclass
@@ -293,21 +299,18 @@ def unroll(head: Recurrent, feature_BTD: Tensor, token_BT: Tensor, steps: int) -
 def absorb(head: Recurrent, feature_BTD: Tensor, context: Context, state: Drafted | None, rows: int) -> Drafted:
     """Run step 0 over newly committed anchors; keep their keys and values and the newest output of each row."""
     B, T = context.next_BT.shape
-    device = feature_BTD.device
-    slots = Slots(1, rows, 256) if state is None else state.slots
-    residual, inputs = head.fuse(feature_BTD, head.embed(context.next_BT))
-    slots.place(T, device)
-    seen = seen_slots(slots.relative(device), causal_mask(B, T, device))
-    output = head.layer.cached(slots, 0, residual, inputs, *head.rotary(feature_BTD, context.position_BT), seen)
+    slots = Slots(1, rows, static=head.static is not None) if state is None else state.slots
+    causal = causal_mask(B, T, feature_BTD.device)
+    (output,) = cached_pass(head, _outputs, slots, causal, feature_BTD, context.next_BT, context.position_BT)
     slots.commit([list(range(n)) for n in context.count_B])
     return Drafted(slots, newest(output, context.count_B))
 
 
-def expand(head: Recurrent, state: Drafted, frontier: Frontier) -> Drafted:
-    """Return the state whose `output_BND` is the layer's output at the frontier's nodes, from which their children are
-    drafted."""
+def expand(head: Recurrent, state: Drafted, frontier: Frontier) -> tuple[Tensor, Drafted]:
+    """Return logits of the children of the frontier's nodes, and the state whose `output_BND` is the layer's output there."""
     if frontier.depth == 0:
-        return Drafted(state.slots, state.newest_BD, state.newest_BD[:, None])
+        root_B1D = state.newest_BD[:, None]
+        return head.score(root_B1D), Drafted(state.slots, state.newest_BD, root_B1D)
     assert state.output_BND is not None
     N, device, D = frontier.token_BN.shape[1], frontier.token_BN.device, state.newest_BD.shape[1]
     hidden = head.feed(state.output_BND.gather(1, frontier.parent_BN[:, :, None].expand(-1, -1, D)))
@@ -315,11 +318,24 @@ def expand(head: Recurrent, state: Drafted, frontier: Frontier) -> Drafted:
     slots = state.slots
     # The newest anchor is at length - 1; step s of it rotates by s more.
     position = torch.tensor(slots.length, device=device)[:, None] - 1 + frontier.depth
-    residual, inputs = head.fuse(hidden, head.embed(frontier.token_BN))
-    slots.place(N, device, offset=ancestor.shape[2] - N)
-    seen = seen_slots(slots.relative(device), ancestor)
-    output = head.layer.cached(slots, 0, residual, inputs, *head.rotary(hidden, position.expand(-1, N)), seen)
-    return Drafted(slots, state.newest_BD, output, ancestor)
+    output, logits = cached_pass(
+        head, _scored_outputs, slots, ancestor, hidden, frontier.token_BN, position.expand(-1, N)
+    )
+    return logits, Drafted(slots, state.newest_BD, output, ancestor)
+
+
+def _outputs(
+    head: Recurrent, slots: Writes, seen_BNS: Tensor, hidden_BND: Tensor, token_BN: Tensor, position_BN: Tensor
+) -> tuple[Tensor]:
+    """Return the layer's output at new nodes."""
+    residual, inputs = head.fuse(hidden_BND, head.embed(token_BN))
+    return (head.layer.cached(slots, 0, residual, inputs, *head.rotary(hidden_BND, position_BN), seen_BNS),)
+
+
+def _scored_outputs(head: Recurrent, *nodes: Any) -> tuple[Tensor, Tensor]:
+    """Return the layer's output at new nodes, and its logits."""
+    (output,) = _outputs(head, *nodes)
+    return output, head.score(output)
 
 
 def select_drafted(state: Drafted, kept: list[int]) -> Drafted:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.objective import Objective
+from headway.heads.common.static import Run
 
 Tap = int | Literal["last"]
 
@@ -238,6 +239,8 @@ class Head(nn.Module):
     """
 
     config: HeadConfig
+    static: Run | None = None
+    """Set where drafts are compiled, by a target that is: then what goes through static.py runs in shapes that are few."""
 
     def __init__(self, config: HeadConfig, frozen: Frozen) -> None:
         super().__init__()

@@ -12,36 +12,57 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+SLOTS = 256
+"""Static slots come in multiples of it."""
+
+
+def slot_bucket(count: int) -> int:
+    """Return the number of slots that many are padded to: a multiple of SLOTS, at most half too many beyond 2 SLOTS.
+
+    Each doubling has two sizes, so that a text that grows passes through few.
+    """
+    step = max(SLOTS, 1 << max(0, (count - 1).bit_length() - 2))
+    return -(-max(1, count) // step) * step
+
 
 class Slots:
     """Preallocated keys and values of `num_layers` layers for `rows` ragged rows.
 
     `length[b]` is the number of committed tokens of row b. Before a forward, `place(T)` says that T new tokens of each row
     go to the slots after the committed ones (and after `offset` others not yet committed); `commit` keeps some.
+
+    With `static`, slots come in the few sizes of `slot_bucket`.
     """
 
-    def __init__(self, num_layers: int, rows: int, capacity: int = 256) -> None:
+    def __init__(self, num_layers: int, rows: int, capacity: int = 256, static: bool = False) -> None:
         self.num_layers = num_layers
         self.rows = rows
-        self.capacity = capacity
+        self.static = static
+        self.capacity = slot_bucket(capacity) if static else capacity
         self.length: list[int] = [0] * rows
         self.used = 0
         # One stack [L, B, H, S, d] holds every layer of one shape, so that a commit is one copy, not one per layer.
-        self.stacks: list[tuple[Tensor, Tensor]] = []
+        self.stacks: list[Pair] = []
         self.view: dict[int, tuple[int, int]] = {}
+        self._whole: tuple[int, list[Pair], dict[int, Pair]] | None = None
         self._slot_BT: Tensor | None = None
         self._start: int | None = None
 
     def place(self, num_tokens: int, device: torch.device | str, offset: int = 0) -> None:
         """Name the slots of the next `num_tokens` tokens: after each row's committed ones and `offset` more."""
-        self.used = max(self.length) + offset + num_tokens
-        if self.used > self.capacity:
-            self._grow(self.used)
+        self.make_room(max(self.length) + offset + num_tokens)
         if len(set(self.length)) == 1:
             self._start, self._slot_BT = self.length[0] + offset, None
         else:
             start_B = torch.tensor(self.length, device=device) + offset
             self._start, self._slot_BT = None, start_B[:, None] + torch.arange(num_tokens, device=device)
+
+    def make_room(self, used: int) -> None:
+        """Say that slots up to `used` are in use."""
+        self.used = used
+        if used > self.capacity:
+            self._grow(used)
 
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Give a layer its buffers, in the stack of its shape; the first layer makes a stack for all."""
@@ -123,6 +144,21 @@ class Slots:
         self.length = [self.length[b] for b in order]
         self.rows = len(order)
 
+    def whole(self, rows: int) -> dict[int, Pair]:
+        """Return the keys and values of each layer, [B, H, S, d] with all slots, in buffers of that many rows at least."""
+        if self.stacks[0][0].shape[1] < rows:
+            self._reserve(rows)
+        if self._whole is None or self._whole[0] != rows or self._whole[1] is not self.stacks:
+            pairs = {}
+            for layer, (stack, index) in self.view.items():
+                k, v = (t[index, :rows] for t in self.stacks[stack])
+                # A CUDA graph reads these where they lie; without a guard a new address means a new graph, no new code.
+                torch._dynamo.mark_static_address(k, guard=False)
+                torch._dynamo.mark_static_address(v, guard=False)
+                pairs[layer] = (k, v)
+            self._whole = (rows, self.stacks, pairs)
+        return self._whole[2]
+
     def _reserve(self, rows: int) -> None:
         """Make room for `rows` rows."""
         self.stacks = [
@@ -132,7 +168,7 @@ class Slots:
 
     def _grow(self, needed: int) -> None:
         """Make every row hold at least `needed` slots; doubles, so that growth is rare."""
-        capacity = max(2 * self.capacity, needed)
+        capacity = slot_bucket(needed) if self.static else max(2 * self.capacity, needed)
         self.stacks = [tuple(self._longer(t, capacity) for t in stack) for stack in self.stacks]  # type: ignore[misc]
         self.capacity = capacity
 

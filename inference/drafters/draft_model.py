@@ -19,6 +19,7 @@ from headway.heads.common.protocol import State as AnyState
 from headway.inference.cache import SlotCache
 from headway.inference.draft import grow
 from headway.inference.drafter import Ask, Committed, Drafter, verifiable
+from headway.inference.host import fetch
 from headway.inference.target import Target
 from headway.inference.tree import Policy, Tree, chain
 
@@ -78,7 +79,7 @@ class ModelDrafter(Drafter):
         if state is None:
             state = State(self.model.new_cache(rows, committed.token_BT.shape[1] + 256), [[] for _ in range(rows)])
         length = state.cache.slots.length
-        pairs = zip(committed.token_BT.tolist(), committed.position_BT.tolist(), committed.count_B, strict=True)
+        pairs = zip(*fetch(committed.token_BT, committed.position_BT), committed.count_B, strict=True)
         for b, (tokens, positions, count) in enumerate(pairs):
             # The last draft read the root that it began with.
             have = length[b] + len(state.waiting[b])

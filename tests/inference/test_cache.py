@@ -22,9 +22,16 @@ class Lists:
 class Pair:
     """A Slots and its twin, driven together; every entry written is a number of its own."""
 
-    def __init__(self, shapes: list[tuple[int, int]], rows: int, counter: list[int], capacity: int = 4) -> None:
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        rows: int,
+        counter: list[int],
+        capacity: int = 4,
+        static: bool = False,
+    ) -> None:
         self.shapes, self.counter = shapes, counter
-        self.slots, self.lists = Slots(len(shapes), rows, capacity), Lists(rows)
+        self.slots, self.lists = Slots(len(shapes), rows, capacity, static), Lists(rows)
 
     def write(self, count: int, offset: int = 0) -> list[list[int]]:
         """Place and write `count` new entries per row in every layer; return their numbers."""
@@ -62,9 +69,11 @@ def some(rng: random.Random, count: int) -> list[int]:
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("seed", range(8))
-def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
+def test_random_operations(shapes: list[tuple[int, int]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, counter = random.Random(seed), [1]
-    pair, longest = Pair(shapes, 3, counter), 0
+    monkeypatch.setattr("headway.heads.common.slots.SLOTS", 4)
+    static = seed % 2 == 1
+    pair, longest = Pair(shapes, 3, counter, static=static), 0
     for _ in range(150):
         count = rng.randint(1, 6)
         action = rng.choice(["round"] * 8 + ["drafts", "append", "remove"] * 3 + ["fork"])
@@ -72,7 +81,7 @@ def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
             pair.write(count)
             pair.write(rng.randint(1, 4), offset=count)
         elif action == "append" and pair.slots.stacks and len(pair.lists.rows) < 6:
-            other = Pair(shapes, rng.randint(1, 3), counter, capacity=rng.choice([2, 64]))
+            other = Pair(shapes, rng.randint(1, 3), counter, capacity=rng.choice([2, 64]), static=static)
             numbers = other.write(count)
             other.commit(numbers, [some(rng, count) for _ in numbers])
             rows = sorted(rng.sample(range(len(numbers)), rng.randint(1, len(numbers))))
@@ -81,7 +90,7 @@ def test_random_operations(shapes: list[tuple[int, int]], seed: int) -> None:
         elif action == "fork" and pair.slots.stacks:  # a new cache of copies, cut to a common beginning
             rows = rng.choices(range(len(pair.lists.rows)), k=rng.randint(1, 4))
             size = rng.choice([None, rng.randint(0, min(len(pair.lists.rows[b]) for b in rows))])
-            fork = Pair(shapes, len(rows), counter, capacity=rng.choice([2, 64]))
+            fork = Pair(shapes, len(rows), counter, capacity=rng.choice([2, 64]), static=static)
             fork.slots.append_rows(pair.slots, rows, size)
             fork.lists.rows = [pair.lists.rows[b][:size] for b in rows]
             pair.write(2)  # must not reach the copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,33 @@ def test_queries_keys_and_values_as_one_product(asked: str, bias: bool) -> None:
             torch.testing.assert_close(mine, want, atol=1e-5, rtol=1e-4)
     # One product while it serves all three.
     assert (weights._together[0]._multiply is not None) == (asked in ("same", "twice"))
+
+
+def test_a_compiler_sees_the_packed_product_as_one_operator() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Linear(16, 16, bias=False)).requires_grad_(False)
+    together = Projections().requires_grad_(False)
+    weights, joined = pack(layer), pack(together)
+    if weights.reason:
+        pytest.skip(weights.reason)
+    x, graphs = torch.randn(2, 3, 64), []
+
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = layer(x)
+        return together(hidden, hidden, hidden)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    for _ in range(2):
+        with weights, joined:
+            for got, want in zip(compiled(x), run(x), strict=True):
+                assert torch.equal(got, want)
+    (graph,) = graphs
+    # Queries, keys and values are one product, and nothing but them comes out.
+    assert sum("packed_linear" in str(node.target) for node in graph.graph.nodes) == 3
+    assert len(next(node for node in graph.graph.nodes if node.op == "output").args[0]) == 3
 
 
 def test_bfloat16_is_packed_where_the_processor_has_it() -> None:

@@ -136,6 +136,17 @@ def test_trees_and_prices_by_rows_are_read(tmp_path) -> None:
     assert tuned.best == tuned.drafting == chain(3)
 
 
+def test_compiled_passes_have_a_tree_of_their_own(tmp_path) -> None:
+    loaded = target(llama4(), mode="tree")
+    found = {"policy": "chain:2", "plain_ms": 1.0, "candidates": []}
+    save_policy(tmp_path, loaded, found)
+    assert load_policy(tmp_path, "float32", compiled=True) is None
+    loaded.compile("eager")
+    save_policy(tmp_path, loaded, {**found, "policy": "chain:1"})
+    assert load_policy(tmp_path, "float32") == chain(2)
+    assert load_policy(tmp_path, "float32", compiled=True) == chain(1)
+
+
 @pytest.mark.parametrize("content", [b"", b"junk", b"\xff\xfe\x00", b"[]", b'{"cpu float32": {}, "x": 1}'])
 def test_a_broken_tree_file_is_named(tmp_path, content: bytes) -> None:
     (tmp_path / "tree.json").write_bytes(content)
