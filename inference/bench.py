@@ -388,7 +388,10 @@ def compiling(target: Target) -> dict[str, Any]:
     asked to be."""
     if target.compiled is None and not target.compiled_reason:
         return {}
-    return {"compiled": target.compiled_reason or True, "compile_seconds": round(stopped(), 1)}
+    drafts = (
+        {"not_compiled": target.compiled.reasons} if target.compiled is not None and target.compiled.reasons else {}
+    )
+    return {"compiled": target.compiled_reason or True, **drafts, "compile_seconds": round(stopped(), 1)}
 
 
 def cpu_name() -> str:

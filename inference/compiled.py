@@ -10,6 +10,7 @@ plainly from there on, which is said by name. On a GPU the compiled functions ar
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head, Tap
-from headway.heads.common.slots import Pair
-from headway.heads.common.static import Outputs, filled, places, put
+from headway.heads.common.static import TOKENS, Outputs, Placed, filled, places, token_bucket
 from headway.inference.attention import use_grouped
-from headway.inference.cache import SlotCache
+from headway.inference.cache import SlotCache, SlotLayer
 from headway.inference.host import stop_clock
 from headway.inference.probe import relative_error, rounding
 
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from headway.inference.target import Target
 
 Backend = str | Callable[..., Any]
-BACKEND: Backend = "inductor"
-"""What torch.compile is told unless the caller says otherwise."""
+BACKEND = "inductor"
 SLOW = 2.0
 """Seconds of compiling that are worth a line."""
 CHECKS = {"cuda": 3}
@@ -52,13 +52,16 @@ class Graphs:
         backend: Backend,
         allowed: float,
         around: Callable[[], AbstractContextManager[Any]],
-        give_up: Callable[[str], None],
+        give_up: Callable[[], None],
     ) -> None:
         """`allowed` is the relative difference that is taken for rounding; `around` makes what a run happens within;
-        `give_up(reason)` is called when there will be no further one."""
+        `give_up` is called when there will be no further one."""
+        self.name = name
         self.made: dict[Any, Callable[..., Outputs]] = {}
+        self.reason = ""
+        """Why nothing is compiled any more; else empty."""
         self._checks: dict[Any, int] = {}
-        self._name, self._device, self._backend, self._allowed = name, device.type, backend, allowed
+        self._device, self._backend, self._allowed = device.type, backend, allowed
         self._around, self._give_up = around, give_up
 
     def __call__(
@@ -70,18 +73,32 @@ class Graphs:
     ) -> Outputs:
         """Return the function's outputs, each cut to the leading sizes `cut`; `plain` gives the same without compiling, by
         default the function itself."""
+        plain = plain or (lambda: tuple(_cut(out, cut) for out in function(*arguments)))
         kind = (function, *((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments))
-        run = self.made.get(kind)
-        if run is not None and not self._checks[kind]:
-            return self._run(run, arguments, cut)
-        want = plain() if plain is not None else tuple(_cut(out, cut) for out in function(*arguments))
-        begin = perf_counter()
+        if self._checks.get(kind) != 0:
+            return self._compared(kind, function, arguments, cut, plain())
+        try:
+            return self._run(self.made[kind], arguments, cut)
+        except Exception as e:  # noqa: BLE001 - what was changed since, an adapter say, may be what no compiler takes
+            self._stop(_reason(e))
+            return plain()
+
+    def _compared(
+        self,
+        kind: Any,
+        function: Callable[..., Outputs],
+        arguments: tuple[Any, ...],
+        cut: tuple[int, ...],
+        want: Outputs,
+    ) -> Outputs:
+        """Return the outputs of a function that is new, after comparing them with those of the plain pass."""
+        begin, run = perf_counter(), self.made.get(kind)
         try:
             if run is None:
                 run = self._compiled(function)
             got = self._run(run, arguments, cut)
         except Exception as e:  # noqa: BLE001 - any failure of a foreign model or compiler means the lesser mode, named
-            self._stop(f"{type(e).__name__}: {(str(e).strip().splitlines() or ['no reason given'])[0]}")
+            self._stop(_reason(e))
             return want
         finally:
             stop_clock(perf_counter() - begin)
@@ -91,13 +108,10 @@ class Graphs:
             return want
         if kind not in self.made:
             self.made[kind], self._checks[kind] = run, CHECKS.get(self._device, 1)
-            if perf_counter() - begin > SLOW:
-                first = next(a for a in arguments if isinstance(a, Tensor))
-                size = " x ".join(map(str, first.shape[: len(cut)]))
-                print(
-                    f"headway: compiled {self._name} for {size} tokens in {perf_counter() - begin:.0f} s",
-                    file=sys.stderr,
-                )
+            seconds = perf_counter() - begin
+            if seconds > SLOW:
+                size = " x ".join(map(str, next(a for a in arguments if isinstance(a, Tensor)).shape[: len(cut)]))
+                print(f"headway: compiled {self.name} for {size} tokens in {seconds:.0f} s", file=sys.stderr)
         self._checks[kind] -= 1
         return got
 
@@ -108,7 +122,7 @@ class Graphs:
         function = getattr(method, "__func__", method)
         code = function.__code__.replace(co_name=f"{function.__name__}_{len(self.made)}")
         twin = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-        graphs = self._backend == "inductor" and self._device == "cuda"
+        graphs = self._backend == BACKEND and self._device == "cuda"
         compiled: Callable[..., Outputs] = torch.compile(
             MethodType(twin, method.__self__) if function is not method else twin,
             fullgraph=True,
@@ -128,9 +142,17 @@ class Graphs:
         return tuple(_cut(t, cut).clone() if on_gpu else _cut(t, cut) for t in out)
 
     def _stop(self, reason: str) -> None:
+        self.reason = reason
         self.made.clear()
-        print(f"headway: {self._name} is not compiled and runs as it is: {reason}", file=sys.stderr)
-        self._give_up(reason)
+        self._checks.clear()
+        print(f"headway: {self.name} is not compiled and runs as it is: {reason}", file=sys.stderr)
+        self._give_up()
+
+
+def _reason(e: Exception) -> str:
+    """Return one line that says what failed. torch's of a backend begin with "backend='inductor' raised:"."""
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()] or ["no reason given"]
+    return f"{type(e).__name__}: {' '.join(lines[:2]) if lines[0].endswith(':') else lines[0]}"
 
 
 def _cut(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -140,61 +162,6 @@ def _cut(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
 def _error(got: Tensor, want: Tensor) -> float:
     """Return the largest relative difference along the last axis; what is not finite in both is no difference."""
     return float(relative_error(got.float().nan_to_num(), want.float().nan_to_num()).max())
-
-
-class _StaticLayer(CacheLayerMixin):
-    """One decoder layer's whole buffers during a compiled pass."""
-
-    is_sliding = False
-    is_croppable = False
-    is_compileable = True
-
-    def __init__(self, cache: _StaticCache) -> None:
-        super().__init__()
-        self.place = cache.place
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Pair:
-        assert self.keys is not None
-        assert self.values is not None
-        put(self.keys, self.place.slot_BN, key_states)
-        put(self.values, self.place.slot_BN, value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.place.size, 0
-
-    def get_seq_length(self) -> int:
-        # The rows' lengths change from pass to pass, and positions and masks are given.
-        return self.place.size - self.place.slot_BN.shape[1]
-
-    def get_max_length(self) -> int:
-        return self.place.size
-
-
-class _Place:
-    """Where the tokens of a compiled pass are written, and the number of slots."""
-
-    slot_BN: Tensor
-    size: int
-
-
-class _StaticCache(Cache):
-    """What a model is given as its cache in a compiled pass; each time it is bound to other slots."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.place = _Place()
-        super().__init__(layers=[_StaticLayer(self) for _ in range(num_layers)])
-
-    def bind(self, pairs: dict[int, Pair], slot_BN: Tensor, size: int) -> None:
-        """Take the buffers of each layer, the slots of the new tokens and the number of slots."""
-        self.place.slot_BN, self.place.size = slot_BN, size
-        for i, (key, value) in pairs.items():
-            layer = self.layers[i]
-            assert isinstance(layer, _StaticLayer)
-            layer.keys, layer.values = key, value
 
 
 class _Taps:
@@ -234,23 +201,32 @@ class CompiledTarget:
 
     def __init__(self, target: Target, backend: Backend) -> None:
         self.target, self._with = target, (target.device, backend, rounding(target))
-        self._cache = _StaticCache(target.info.num_layers)
+        nothing = torch.empty(0)
+        # One for all passes, so that a compiled function finds it where it was: each pass fills it.
+        self._placed = Placed({}, nothing, nothing)
+        self._cache = Cache(layers=[SlotLayer(self._placed, i) for i in range(target.info.num_layers)])
         self._taps = _Taps([*enumerate(target.layers), ("last", target.decoder)])
-        self.graphs = [Graphs(target.info.name, *self._with, self._around, self._give_up)]
-        """The target's, then those of each head."""
+        self._graphs = Graphs(target.info.name, *self._with, self._around, self._give_up)
+        self._heads: dict[Head, Graphs] = {}
+        self._too_wide = False
 
     @property
     def num_graphs(self) -> int:
         """Compiled functions there are, of the target and of heads."""
-        return sum(len(graphs.made) for graphs in self.graphs)
+        return sum(len(graphs.made) for graphs in (self._graphs, *self._heads.values()))
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why drafts are not compiled, by head, where they are not."""
+        return {graphs.name: graphs.reason for graphs in self._heads.values() if graphs.reason}
 
     @contextmanager
     def _around(self) -> Iterator[None]:
         with use_grouped(self.target.model), self.target.packed, self._taps:
             yield
 
-    def _give_up(self, reason: str) -> None:
-        self.target.compiled, self.target.compiled_reason = None, reason
+    def _give_up(self) -> None:
+        self.target.compiled, self.target.compiled_reason = None, self._graphs.reason
 
     def forward(
         self,
@@ -267,9 +243,9 @@ class CompiledTarget:
         slots = cache.slots
         place = places(slots, ancestor_BNM)
         if place is None:
+            self._say_too_wide(token_BN.shape[1])
             return None
         sizes = (place.rows, place.tokens)
-        self._cache.bind(slots.whole(place.rows), place.slot_BN, slots.capacity)
         new_position_BM = None
         if before_BM is not None:
             seen = place.ancestor_BNM.shape[2]
@@ -278,40 +254,70 @@ class CompiledTarget:
             filled(token_BN, *sizes),
             filled(position_BN, *sizes),
             new_position_BM,
-            place.length_B,
             place.ancestor_BNM,
             slots.capacity,
             tuple(taps),
         )
-        return self.graphs[0](self._pass, arguments, tuple(token_BN.shape), plain)
+        placed = self._placed
+        placed.pairs, placed.slot_BN, placed.length_B = slots.whole(place.rows), place.slot_BN, place.length_B
+        try:
+            return self._graphs(self._pass, arguments, tuple(token_BN.shape), plain)
+        finally:
+            placed.pairs = {}  # else the buffers of a cache that is gone would be kept
 
     def _pass(
         self,
         token_BN: Tensor,
         position_BN: Tensor,
         new_position_BM: Tensor | None,
-        length_B: Tensor,
         ancestor_BNM: Tensor,
         size: int,
         taps: tuple[Tap, ...],
     ) -> Outputs:
-        relative_BS = torch.arange(size, device=length_B.device) - length_B[:, None]
+        """`size` is the number of slots: another one is another compiled function."""
         new_position_BM = position_BN if new_position_BM is None else new_position_BM
-        mask = self.target.masks(new_position_BM, position_BN, ancestor_BNM, relative_BS)
+        mask = self.target.masks(new_position_BM, position_BN, ancestor_BNM, self._placed.relative())
         self._taps.kept = {}
         out = self.target.call(token_BN, position_BN, mask, self._cache)
         kept, self._taps.kept = self._taps.kept, {}  # else all that was kept would be returned
         return (out.logits, torch.cat([kept[tap] for tap in taps], dim=-1)) if taps else (out.logits,)
 
-    def take(self, head: Head) -> None:
-        """Have a head draft in compiled passes from now on."""
-        if head.static is not None:
-            return
-        family = type(head).__module__.rpartition(".")[2]
+    def _say_too_wide(self, tokens: int) -> None:
+        """Say once that so many tokens are not compiled, where they are not."""
+        if token_bucket(tokens) is None and not self._too_wide:
+            self._too_wide = True
+            print(
+                f"headway: passes of {tokens} tokens are not compiled; those of up to {TOKENS[-1]} are", file=sys.stderr
+            )
 
-        def give_up(reason: str) -> None:
-            head.static = None
+    def drafts(self, head: Head) -> Graphs | None:
+        """Return what a head drafts through, its `static`; None after it turned out that it cannot be compiled."""
+        if head not in self._heads:
+            family = type(head).__module__.rpartition(".")[2]
 
-        name = f"the draft of the {family} head"
-        head.static = graphs = Graphs(name, *self._with, lambda: self.target.packed, give_up)
-        self.graphs.append(graphs)
+            def give_up() -> None:
+                head.static = None
+
+            name = f"the draft of the {family} head"
+            self._heads[head] = Graphs(name, *self._with, lambda: self.target.packed, give_up)
+        graphs = self._heads[head]
+        return None if graphs.reason else graphs
+
+
+@functools.cache
+def check_compiler(device: str) -> None:
+    """Compile a trifle, so that what is missing is found before any work.
+
+    Raises HeadwayError where torch.compile does not work on this machine: without a C++ compiler, say.
+    """
+    try:
+        torch.compile(_trifle, backend=BACKEND, fullgraph=True)(torch.ones(8, device=device))
+    except Exception as e:
+        raise HeadwayError(
+            f"torch.compile does not work here: {_reason(e)}. On a CPU it needs a C++ compiler (g++ or clang++) and "
+            "Python's headers, on a GPU triton and a C compiler; install them, or do without --compile"
+        ) from e
+
+
+def _trifle(x: Tensor) -> Tensor:
+    return 2 * x + 1

@@ -129,8 +129,7 @@ class HeadDrafter(Drafter):
 
     def fit(self, target: Target) -> HeadDrafter:
         """Return it with its tree, or the chain of the tree's depth; compiled where the target is."""
-        if target.compiled is not None:
-            target.compiled.take(self.head)
+        self.head.static = target.compiled.drafts(self.head) if target.compiled is not None else None
         return HeadDrafter(self.head, verifiable(self.policy, target))
 
     def describe(self) -> str:

@@ -37,12 +37,11 @@ from transformers.cache_utils import Cache
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import AdapterInfo, Frozen, Tap, TargetInfo
 from headway.heads.common.slots import seen_slots
-from headway.inference import compiled
 from headway.inference.adapter import CONFIG as ADAPTER_CONFIG
 from headway.inference.adapter import adapted, attach, attached, dense_weights, read_adapter
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
-from headway.inference.compiled import Backend, CompiledTarget
+from headway.inference.compiled import BACKEND, Backend, CompiledTarget, check_compiler
 from headway.inference.packed import Packed, pack
 from headway.inference.replay import ReplayCache
 
@@ -144,9 +143,12 @@ class Target:
         or a hub id (owner/name@revision), put on it; `merge_adapter` adds it to the weights, which runs as fast as none.
         `compile` calls its `compile`.
 
-        Raises HeadwayError when one cannot be found, the adapter is another model's or the dtype is unknown.
+        Raises HeadwayError when one cannot be found, the adapter is another model's, the dtype is unknown, or torch.compile
+        does not work here.
         """
         name = str(name)
+        if compile:
+            check_compiler(device)
         check_merge(adapter, merge_adapter)
         if dtype == "auto":
             dtype = fast_dtype(device, tokens)
@@ -185,15 +187,19 @@ class Target:
             target.compile()
         return target
 
-    def compile(self, backend: Backend | None = None) -> None:
+    def compile(self, backend: Backend = BACKEND) -> None:
         """Compile the passes over trees, and the draft steps of the heads that draft for the target, as they come.
 
-        `backend` is what torch.compile takes; None is inductor, on a GPU with CUDA graphs. The first pass of each size takes
+        `backend` is what torch.compile takes; inductor, on a GPU with CUDA graphs, unless given. The first pass of each size takes
         long, minutes on a CPU. A target that cannot be compiled says so on stderr, and runs as it is; `compiled_reason` has
         the reason.
+
+        Raises HeadwayError where torch.compile does not work on this machine.
         """
         if self.mode in ("tree", "chain"):
-            self.compiled, self.compiled_reason = CompiledTarget(self, backend or compiled.BACKEND), ""
+            if backend == BACKEND:
+                check_compiler(str(self.device))
+            self.compiled, self.compiled_reason = CompiledTarget(self, backend), ""
             return
         self.compiled_reason = f"it runs in {self.mode} mode"
         print(f"headway: {self.info.name} is not compiled: {self.compiled_reason}", file=sys.stderr)

@@ -58,6 +58,11 @@ class Slots:
             start_B = torch.tensor(self.length, device=device) + offset
             self._start, self._slot_BT = None, start_B[:, None] + torch.arange(num_tokens, device=device)
 
+    @property
+    def longest(self) -> int:
+        """Committed tokens of the longest row."""
+        return max(self.length, default=0)
+
     def make_room(self, used: int) -> None:
         """Say that slots up to `used` are in use."""
         self.used = used
@@ -78,7 +83,7 @@ class Slots:
         self.view[layer] = (len(self.stacks), layer if depth > 1 or self.num_layers == 1 else 0)
         self.stacks.append((k, v))
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Store the placed tokens of a layer; return all keys and values up to the highest slot in use, [B, H, S, d]."""
         if layer not in self.view:
             self.allocate(layer, key, value)

@@ -12,7 +12,7 @@ A head drafts through `cached_pass` and `free_pass`; where its `static` is set, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +39,11 @@ def row_bucket(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
+def seen_bucket(count: int) -> int:
+    """Return the size that many uncommitted tokens are padded to: the next power of two."""
+    return 1 << max(0, count - 1).bit_length()
+
+
 class Drafts(Protocol):
     """A head, as far as its passes are concerned."""
 
@@ -46,10 +51,10 @@ class Drafts(Protocol):
 
 
 class Writes(Protocol):
-    """What keeps the keys and values of layers: slots, or buffers in a static pass."""
+    """What keeps the keys and values of layers: `Slots`, or `Placed` in a static pass."""
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> Pair:
-        """Store those of new tokens; return all that may be seen."""
+        """Store the keys and values of new tokens; return all that may be seen."""
 
 
 def cached_pass(
@@ -65,7 +70,8 @@ def cached_pass(
         (N, M), device = ancestor_BNM.shape[1:], ancestor_BNM.device
         slots.place(N, device, offset=M - N)
         return forward(head, slots, seen_slots(slots.relative(device), ancestor_BNM), *inputs)
-    buffers = [t for pair in slots.whole(place.rows).values() for t in pair]
+    whole = slots.whole(place.rows)
+    buffers = [t for layer in range(slots.num_layers) for t in whole[layer]]
     padded = [filled(x, place.rows, place.tokens) for x in inputs]
     arguments = (forward, head, place.slot_BN, place.length_B, place.ancestor_BNM, len(buffers), *buffers, *padded)
     return head.static(_static_pass, arguments, tuple(ancestor_BNM.shape[:2]))
@@ -80,8 +86,8 @@ def _static_pass(
     count: int,
     *tensors: Tensor,
 ) -> Outputs:
-    relative_BS = torch.arange(tensors[0].shape[2], device=length_B.device) - length_B[:, None]
-    return forward(head, Placed(tensors[:count], slot_BN), seen_slots(relative_BS, ancestor_BNM), *tensors[count:])
+    placed = Placed({i: (tensors[2 * i], tensors[2 * i + 1]) for i in range(count // 2)}, slot_BN, length_B)
+    return forward(head, placed, seen_slots(placed.relative(), ancestor_BNM), *tensors[count:])
 
 
 def free_pass(head: Drafts, forward: Callable[..., Outputs], step: int, x_BND: Tensor) -> Tensor:
@@ -115,10 +121,10 @@ def places(slots: Slots, ancestor_BNM: Tensor) -> Places | None:
     """
     B, N, M = ancestor_BNM.shape
     tokens = token_bucket(N)
-    seen = None if tokens is None else token_bucket(M - N + tokens)
-    if tokens is None or seen is None or not slots.static or not slots.stacks:
+    if tokens is None or not slots.static or not slots.stacks:
         return None
     rows, before, device = row_bucket(B), M - N, ancestor_BNM.device
+    seen = seen_bucket(before + tokens)
     slots.make_room(max(slots.length) + before + tokens)
     length_B = torch.tensor(slots.length + [0] * (rows - B), device=device)
     slot_BN = length_B[:, None] + (torch.arange(tokens, device=device) + before)
@@ -152,20 +158,30 @@ def filled(x: Tensor, *sizes: int) -> Tensor:
 
 @dataclass
 class Placed:
-    """Whole buffers of layers, keys and values in turn, and the slots of new tokens: where a static pass writes."""
+    """Stands for `Slots` in a static pass: whole buffers of layers, and the slots of the new tokens."""
 
-    buffers: Sequence[Tensor]
+    pairs: dict[int, Pair]
     slot_BN: Tensor
+    length_B: Tensor
+    """Committed tokens of each row; 0 of padding."""
+
+    @property
+    def used(self) -> int:
+        """Slots that a query may see: all."""
+        return next(iter(self.pairs.values()))[0].shape[2]
+
+    @property
+    def longest(self) -> Tensor:
+        """Committed tokens of the longest row."""
+        return self.length_B.max()
+
+    def relative(self) -> Tensor:
+        """Return [B, S], as `Slots.relative` does."""
+        return torch.arange(self.used, device=self.length_B.device) - self.length_B[:, None]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> Pair:
         """Store the new tokens; return whole buffers."""
-        whole = self.buffers[2 * layer], self.buffers[2 * layer + 1]
-        for buffer, new in zip(whole, (key, value), strict=True):
-            put(buffer, self.slot_BN, new)
-        return whole
-
-
-def put(buffer_BHSd: Tensor, slot_BN: Tensor, new_BHNd: Tensor) -> None:
-    """Write new keys or values to their slots."""
-    row_B1 = torch.arange(slot_BN.shape[0], device=slot_BN.device)[:, None]
-    buffer_BHSd[row_B1, :, slot_BN] = new_BHNd.transpose(1, 2)
+        row_B1 = torch.arange(self.slot_BN.shape[0], device=self.slot_BN.device)[:, None]
+        for buffer_BHSd, new_BHNd in zip(self.pairs[layer], (key, value), strict=True):
+            buffer_BHSd[row_B1, :, self.slot_BN] = new_BHNd.transpose(1, 2)
+        return self.pairs[layer]

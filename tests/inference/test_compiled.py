@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.heads.common.slots import SLOTS, Slots, slot_bucket
 from headway.heads.common.static import TOKENS, filled, places, row_bucket, token_bucket
+from headway.inference.bench import compiling
 from headway.inference.cache import SlotCache
-from headway.inference.compiled import Graphs
+from headway.inference.compiled import Graphs, check_compiler
 from headway.inference.drafter import Drafter, HeadDrafter
 from headway.inference.drafters.hybrid import HybridDrafter
 from headway.inference.drafters.ngram import NgramDrafter
@@ -26,7 +28,7 @@ from headway.inference.generate import Request, Times, generate, plain
 from headway.inference.host import fetch, stopped
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
-from headway.inference.tree import ByRows, DynamicTree, Policy, chain
+from headway.inference.tree import ByRows, DynamicTree, Policy, Tree, chain
 from tests.inference.helpers import PROMPTS, encode, hf_greedy, random_head
 from tests.tiny import build, target
 
@@ -61,6 +63,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "peagle": {"taps": (0, "last"), "depths": 2, "num_layers": 2, "draft_vocab_size": 100},
 }
 DYNAMIC = DynamicTree(depth=2, top_k=2, nodes=4)
+TREES: dict[str, Policy] = {
+    "eagle3": DYNAMIC,
+    "eagle": chain(2),
+    "medusa": ByRows(((1, chain(1)), (4, chain(2)))),
+    "hydra": chain(2),
+    "peagle": DYNAMIC,
+}
 
 
 class Counting:
@@ -86,9 +95,27 @@ def answers(
     new: int = NEW,
     **more: Any,
 ) -> list[list[int]]:
-    requests = [Request(encode(p), Settings(max_new_tokens=new, eos_ids=()), id=i) for i, p in enumerate(PROMPTS[:3])]
+    """Return the answers to three prompts, of lengths that make rows leave and others enter at different rounds."""
+    requests = [
+        Request(encode(p), Settings(max_new_tokens=new - 2 * i, eos_ids=()), id=i) for i, p in enumerate(PROMPTS[:3])
+    ]
     made = {r.id: r.token_ids for r in generate(loaded, requests, head=head, policy=policy, batch_size=batch, **more)}
     return [made[i] for i in range(len(requests))]
+
+
+def drafts(loaded: Target, head: Head, policy: Policy, batch: int) -> tuple[list[list[int]], list[Any]]:
+    """Return the answers, and the tokens, shape and path of every tree."""
+    trees: list[Any] = []
+
+    def observe(tree: Tree, paths: list[list[int]]) -> None:
+        trees.append((tree.token_BN.tolist(), tree.parents, [list(path) for path in paths]))
+
+    return answers(loaded, head, policy, batch, observe=observe), trees
+
+
+def stock(loaded: Target, new: int = NEW) -> list[list[int]]:
+    """Return transformers' own answers to what `answers` asks."""
+    return [hf_greedy(loaded.model, encode(prompt), new - 2 * i) for i, prompt in enumerate(PROMPTS[:3])]
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +123,7 @@ def _few_shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Up to four new tokens are one size, and so are up to four rows; each size is traced once."""
     if request.node.name not in ("test_buckets", "test_places_of_padding_are_free_and_see_themselves"):
         monkeypatch.setattr("headway.heads.common.static.TOKENS", (4, 8))
+        monkeypatch.setattr("headway.heads.common.static.seen_bucket", lambda count: -(-count // 4) * 4)
         monkeypatch.setattr("headway.heads.common.static.row_bucket", lambda count: 4)
 
 
@@ -104,9 +132,10 @@ class Traced:
 
     def __init__(self) -> None:
         self.target, self.backend = small(), Counting()
-        self.want = [hf_greedy(self.target.model, encode(prompt), NEW) for prompt in PROMPTS[:3]]
-        self.target.compile(self.backend)
+        self.want = stock(self.target)
         self.heads = {family: random_head(family, self.target, **HEADS[family]) for family in HEADS}
+        self.plain = {family: drafts(self.target, self.heads[family], TREES[family], 2) for family in HEADS}
+        self.target.compile(self.backend)
 
 
 @pytest.fixture(scope="module")
@@ -114,24 +143,17 @@ def traced() -> Traced:
     return Traced()
 
 
-@pytest.mark.parametrize(
-    ("family", "tree"),
-    [
-        ("eagle3", DYNAMIC),
-        ("eagle", chain(2)),
-        ("medusa", ByRows(((1, chain(1)), (4, chain(2))))),
-        ("hydra", chain(2)),
-        ("peagle", DYNAMIC),
-    ],
-)
-def test_every_family_gives_the_same_tokens(family: str, tree: Policy, traced: Traced) -> None:
-    loaded, head = traced.target, traced.heads[family]
+@pytest.mark.parametrize("family", HEADS)
+def test_every_family_gives_the_same_drafts_and_tokens(family: str, traced: Traced) -> None:
+    loaded, head, tree = traced.target, traced.heads[family], TREES[family]
+    assert head.static is None
     assert answers(loaded, head, tree, 3) == traced.want
     assert isinstance(head.static, Graphs)
     assert head.static.made
-    # Nothing that a second run meets is new, nor with other rows.
+    # Nothing that a second run meets is new, nor with other rows. What is verified shows what was drafted.
     before = traced.backend.count
-    assert answers(loaded, head, tree, 2) == traced.want
+    assert drafts(loaded, head, tree, 2) == traced.plain[family]
+    assert traced.plain[family][0] == traced.want
     assert traced.backend.count == before
     assert not any("forward" in module.__dict__ for module in loaded.model.modules())
 
@@ -144,6 +166,60 @@ def test_drafters_without_weights_and_an_economy(traced: Traced) -> None:
     assert answers(loaded, head, batch=3, economy=economy) == traced.want
     assert economy.plain
     assert economy.drafted
+
+
+def test_what_is_recorded_is_the_same_and_no_buffers_are_kept(traced: Traced) -> None:
+    requests = [
+        Request(encode(p), Settings(max_new_tokens=NEW - i, eos_ids=()), id=i) for i, p in enumerate(PROMPTS[:3])
+    ]
+    taps = traced.heads["eagle3"].config.taps
+    made, compiled = [], traced.target.compiled
+    assert compiled is not None
+    for way in (compiled, None):
+        traced.target.compiled = way
+        results = generate(traced.target, requests, batch_size=2, record=taps)
+        made.append([r.feature_TF for r in sorted(results, key=lambda r: r.id)])
+    traced.target.compiled = compiled
+    for got, want in zip(*made, strict=True):
+        assert torch.allclose(got.float(), want.float(), atol=1e-2)
+    assert not compiled._placed.pairs
+
+
+def test_a_head_whose_slots_grow_gives_the_same_drafts(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, head, grown = encode(PROMPTS[2]), traced.heads["eagle3"], []
+
+    class Few(Slots):
+        """Has room for the first draft after the prompt, padding included, and grows in a later one."""
+
+        def __init__(self, num_layers: int, rows: int, static: bool = False) -> None:
+            super().__init__(num_layers, rows, static=static)
+            self.capacity = len(prompt) + 5
+
+        def _grow(self, needed: int) -> None:
+            super()._grow(needed)
+            grown.append(self.static)
+
+    monkeypatch.setattr("headway.heads.common.draft_layer.Slots", Few)
+    compiled, made = traced.target.compiled, []
+    for way in (compiled, None):
+        traced.target.compiled = way
+        request, trees = Request(prompt, Settings(max_new_tokens=NEW, eos_ids=())), []
+        observe = lambda tree, paths: trees.append(tree.token_BN.tolist())  # noqa: B023, E731
+        list(generate(traced.target, [request], head=head, policy=chain(2), observe=observe))
+        assert (head.static is None) == (way is None)
+        made.append(trees)
+    traced.target.compiled = compiled
+    assert len(made[0]) > 3
+    assert made[0] == made[1]
+    assert grown == [True, False]
+
+
+def test_a_tree_too_wide_says_so(traced: Traced, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = DynamicTree(depth=2, top_k=4, nodes=10)
+    assert answers(traced.target, traced.heads["eagle3"], wide, 3) == traced.want
+    assert (
+        capsys.readouterr().err == f"headway: passes of 10 tokens are not compiled; those of up to {TOKENS[-1]} are\n"
+    )
 
 
 def test_sampling_draws_the_same_tokens(traced: Traced) -> None:
@@ -200,7 +276,7 @@ def test_the_host_waits_once_a_round(
 @pytest.mark.parametrize("name", ["mixed windows", pytest.param("mla", marks=pytest.mark.slow)])
 def test_every_kind_of_attention_gives_the_same_tokens(name: str) -> None:
     loaded = small(name)
-    want = [hf_greedy(loaded.model, encode(prompt), NEW) for prompt in PROMPTS[:3]]
+    want = stock(loaded)
     loaded.compile(Counting())
     assert answers(loaded, batch=3) == want
     assert loaded.compiled is not None
@@ -260,6 +336,40 @@ def test_a_compiled_pass_that_differs_is_not_used(capsys: pytest.CaptureFixture[
     assert "llama is not compiled and runs as it is: a compiled pass differs" in capsys.readouterr().err
 
 
+def test_what_fails_later_says_so_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = 0
+
+    def failing(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            if runs == 4:
+                raise RuntimeError("out of luck\nand more")
+            return graph.forward(*args)
+
+        return run
+
+    loaded = small()
+    want = answers(loaded)
+    loaded.compile(failing)
+    assert answers(loaded) == want
+    assert loaded.compiled is None
+    assert compiling(loaded)["compiled"] == "RuntimeError: out of luck"
+    assert capsys.readouterr().err.endswith("llama is not compiled and runs as it is: RuntimeError: out of luck\n")
+
+
+def test_without_a_compiler_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no C++ compiler")
+
+    check_compiler.cache_clear()
+    monkeypatch.setattr(torch, "compile", none)
+    with pytest.raises(HeadwayError, match=r"RuntimeError: no C\+\+ compiler.*g\+\+ or clang\+\+.*without --compile"):
+        Target.load("no such target", compile=True)
+    with pytest.raises(HeadwayError, match="does not work here"):
+        small().compile()
+
+
 def test_a_head_that_cannot_be_compiled_says_so_and_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     loaded = small()
     head = random_head("medusa", loaded, num_heads=1)
@@ -272,9 +382,13 @@ def test_a_head_that_cannot_be_compiled_says_so_and_drafts(capsys: pytest.Captur
 
     loaded.compile(failing)
     assert answers(loaded, head, chain(1)) == want
-    assert head.static is None
     assert loaded.compiled is not None
-    assert "the draft of the medusa head is not compiled and runs as it is" in capsys.readouterr().err
+    said, draft = capsys.readouterr().err, "the draft of the medusa head"
+    assert f"headway: {draft} is not compiled and runs as it is: " in said
+    assert "no heads today" in compiling(loaded)["not_compiled"][draft]
+    assert answers(loaded, head, chain(1)) == want
+    assert head.static is None
+    assert not capsys.readouterr().err
 
 
 def test_a_target_without_slots_is_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
