@@ -230,14 +230,14 @@ def test_sampling_draws_the_same_tokens(traced: Traced) -> None:
 
 
 ASKING = ("tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-"""What a GPU would be waited for."""
+"""What reads from the device; a GPU would be waited for."""
 
 
 @pytest.mark.parametrize(
     ("family", "tree", "waits"), [("eagle3", chain(2), 1), ("medusa", chain(2), 1), ("eagle3", DYNAMIC, 2)]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_host_waits_once_a_round(
+def test_the_host_reads_once_a_round(
     family: str, tree: Policy, waits: int, compiled: bool, traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = traced.target if compiled else small()
