@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Backend = str | Callable[..., Any]
 BACKEND = "inductor"
+"""What compiles, unless another is asked for."""
 SLOW = 2.0
 """Seconds of compiling that are worth a line."""
 CHECKS = {"cuda": 3}

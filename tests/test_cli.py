@@ -100,6 +100,7 @@ def test_compile_is_handed_on_and_reported(run: Run, monkeypatch: pytest.MonkeyP
         target.compile_asked, target.compiled_reason = True, "not today"
 
     monkeypatch.setattr(Target, "compile", compile)
+    monkeypatch.setattr("headway.inference.target.check_compiler", lambda device: None)
     ask = (*GENERATE, "--prompt", "Hello", "--json")
     want = json.loads(run(*ask)[1])
     answer = json.loads(run(*ask, "--compile")[1])

@@ -7,6 +7,7 @@ models have one layer where they can, and few shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -433,6 +434,8 @@ def test_whole_buffers_follow_what_holds_them() -> None:
     whole = slots.whole(2)[0][0]
     assert whole.shape == (2, 1, 2 * SLOTS, 2)
     assert whole.data_ptr() == slots.stacks[0][0].data_ptr()
+    copied = deepcopy(slots)
+    assert copied.whole(2)[0][0].data_ptr() == copied.stacks[0][0].data_ptr() != whole.data_ptr()
 
 
 def test_places_of_padding_are_free_and_see_themselves() -> None:
