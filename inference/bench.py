@@ -32,6 +32,7 @@ import torch
 import transformers
 
 from headway import __version__
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.drafter import Drafter, as_drafter
@@ -614,9 +615,8 @@ def save_report(report: dict[str, Any], path: Path | str) -> None:
     """Write a report as JSON, aside and then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def print_report(report: dict[str, Any], console: Any = None) -> None:
@@ -739,9 +739,8 @@ def save_crossover(reports: Sequence[dict[str, Any]], path: Path | str) -> None:
 def _save_figure(figure: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    FigureCanvasAgg(figure).print_png(str(aside))
-    aside.replace(path)
+    with file_aside(path) as aside:
+        FigureCanvasAgg(figure).print_png(str(aside))
 
 
 def require_matplotlib() -> None:

@@ -15,7 +15,6 @@ busy machine, small trees win, and then none.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.drafter import Ask, Committed, HeadDrafter, default_policy
@@ -365,9 +365,8 @@ def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> N
     known = read_policies(folder)
     known[_key(str(target.dtype), str(target.device))] = report
     path = Path(folder) / FILE
-    aside = path.with_name(f".{FILE}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def read_policies(folder: Path | str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def train(
     done_before = finished(config)
     if done_before is not None:
         say(f"the run in {config.out} is finished; its head is in {RunFolder(config.out).head}")
+        remove_cache(RunFolder(config.out))  # of a run that was killed between its head and this
         return done_before
     folder = RunFolder(config.out)
     run: Run | None = None
@@ -85,7 +86,7 @@ def steps(run: Run) -> dict[str, Any]:
 
             # evaluate
             if (done or (is_due(progress.step, config.eval_every) and not evaluated)) and not asked:
-                metrics = evaluate(run, interrupted)
+                metrics = evaluate(run, interrupted, logged=evaluated)
                 asked = anywhere(accelerator, interrupted.is_set())
                 progress.evaluated_at = progress.evaluated_at if asked else progress.step
 
@@ -185,8 +186,8 @@ def summarise(reports: list[LossReport]) -> dict[str, Any]:
     }
 
 
-def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
-    """Return the figures on held-out rows; the main process computes them, the others wait."""
+def evaluate(run: Run, interrupted: threading.Event, *, logged: bool = False) -> dict[str, Any]:
+    """Return the figures on held-out rows; the main process computes them, the others wait. `logged` ones are in the log."""
     metrics: dict[str, Any] = {}
     begin = time.perf_counter()
     if run.accelerator.is_main_process and run.rows.held_out:
@@ -199,7 +200,8 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
         run.progress.eval_seconds += metrics["held_out_seconds"]
         if not interrupted.is_set():  # cut short, it is done again when the run is continued
             say(f"step {run.progress.step}: {spell(metrics)}")
-            log(run, {"step": run.progress.step, **metrics})
+            if not logged:  # by the run before it was killed, at its end, where the figures are needed again
+                log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
 
@@ -269,12 +271,17 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         with result_weights(run):
             head, lora = split(run.head, run.config)
             save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
-        shutil.rmtree(run.folder.path / "cache", ignore_errors=True)
+        remove_cache(run.folder)
         if run.progress.skipped:
             say(f"{run.progress.skipped} batches had no supervised token and were skipped")
         say(f"head saved in {run.folder.head}")
     run.accelerator.wait_for_everyone()
     return metrics
+
+
+def remove_cache(folder: RunFolder) -> None:
+    """Remove the features of a run that is finished."""
+    shutil.rmtree(folder.path / "cache", ignore_errors=True)
 
 
 def log(run: Run, figures: dict[str, Any], seconds: float = 0.0) -> None:
