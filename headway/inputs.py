@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -450,6 +450,30 @@ def load_target(
     return target
 
 
+LOCAL = {
+    "record": "keeps what the local engine computes; leave it out, training computes it",
+    "batch_size": "is of the local engine; leave it out, --concurrency says how many answers are under way at once",
+    "dtype": "is of the local engine; leave it out, the server has its own",
+    "device": "is of the local engine; leave it out, the server has its own",
+    "merge_adapter": "is of the local engine; leave it out, the server has the adapter on in its own way",
+}
+"""Options of distilling that mean nothing beside --server, by what they are."""
+SERVED = ("served_model", "api", "concurrency", "timeout", "request", "api_key_env")
+"""Those that mean nothing without it."""
+
+
+def check_distill(given: Collection[str], served: bool) -> None:
+    """Raise HeadwayError for an option that was given and would go unused, beside --server or without it."""
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if served and name in LOCAL:
+            raise HeadwayError(f"{option} {LOCAL[name]}")
+        if not served and name in SERVED:
+            raise HeadwayError(f"{option} says how servers are asked; give --server too, or leave it out")
+    if {"temperature", "temperature_mix"} <= set(given):
+        raise HeadwayError("--temperature and --temperature-mix contradict each other; give one of them")
+
+
 def servers(
     urls: Sequence[str],
     model: str | None,
@@ -461,15 +485,11 @@ def servers(
 ) -> Servers | None:
     """Return the servers asked for on the command line; None without --server.
 
-    Raises HeadwayError for options of servers without one, and for what no server could be asked.
+    Raises HeadwayError for what no server could be asked.
     """
     from headway.data.served import Servers, api_key
 
     if not urls:
-        if (model, fields, key_variable) != (None, None, None):
-            raise HeadwayError(
-                "--served-model, --request and --api-key-env say how servers are asked; give --server too"
-            )
         return None
     try:
         more = json.loads(fields) if fields is not None else {}

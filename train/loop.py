@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from headway.heads.common.checkpoint import save_head
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.protocol import Head, LossReport
 from headway.train.batches import Order
 from headway.train.config import TrainConfig
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 OVERRUN = 1.25
 """A run with max_seconds ends early once it took this much more: the machine became slower than it was measured."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed; the state is saved."""
 
 
 def train(
