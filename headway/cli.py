@@ -870,7 +870,7 @@ def tune_command(
     from headway.heads.common.checkpoint import load_head
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
-    from headway.inference.tune import read_policies, save_policy, tune
+    from headway.inference.tune import place, read_policies, save_policy, tune
 
     inputs.quiet()
     carried = inputs.carried(target_adapter, merge_adapter)
@@ -905,7 +905,9 @@ def tune_command(
         )
     save_policy(source, loaded, report)
     unfinished.finish()
-    progress.close(f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {device}, {loaded.dtype}")
+    progress.close(
+        f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {place(loaded.dtype, device, loaded.carries)}"
+    )
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
     else:

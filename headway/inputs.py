@@ -330,7 +330,9 @@ def economy(source: str | None, target: Target, tree: str | None) -> Economy | N
 
     if tree not in (None, "auto"):
         return None
-    tuned = load_tuned(head_folder(source), target.dtype, str(target.device)) if source is not None else None
+    tuned = None
+    if source is not None:
+        tuned = load_tuned(head_folder(source), target.dtype, str(target.device), target.carries)
     return Economy(tuned.prices if tuned is not None else None)
 
 
@@ -399,18 +401,18 @@ def bench_methods(
 
 
 def saved_tree(source: str, target: Target) -> Policy | None:
-    """Return the trees tuned for a head on this device and dtype, which lie beside it as tree.json: those that draft, for an
-    economy to turn off where they do not pay. None without any."""
+    """Return the trees tuned for a head on this device and dtype, and an adapter carried as it is, which lie beside it as
+    tree.json: those that draft, for an economy to turn off where they do not pay. None without any."""
     from headway.heads.common.checkpoint import head_folder
-    from headway.inference.tune import load_tuned, read_policies
+    from headway.inference.tune import load_tuned, place, read_policies
 
     folder = head_folder(source)
-    tuned = load_tuned(folder, target.dtype, str(target.device))
+    tuned = load_tuned(folder, target.dtype, str(target.device), target.carries)
     policy = tuned.drafting if tuned is not None else None
     known = sorted(read_policies(folder))
     if policy is None and known:
-        here = f"{target.device.type} {target.dtype_name}"
-        print(f"headway: the tree of {source} was tuned for {', '.join(known)}, not for {here}", file=sys.stderr)
+        here = place(target.dtype, str(target.device), target.carries)
+        print(f"headway: the tree of {source} was tuned for {'; '.join(known)}; not for {here}", file=sys.stderr)
     return policy
 
 

@@ -368,7 +368,7 @@ def environment(target: Target) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "dtype": target.dtype_name,
-        "adapter": None if target.info.adapter is None else str(target.info.adapter),
+        "adapter": target.info.adapter and f"{target.info.adapter}, {target.carries.removeprefix('adapter ')}",
         "device": f"{device.type}: {name}",
         "packed_weights": target.packed.reason or f"{target.packed.num_bytes / 2**30:.1f} GiB",
         "threads": torch.get_num_threads(),

@@ -361,16 +361,16 @@ def measure_draft(target: Target, head: Head, policy: Policy, context: int, repe
 
 
 def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> None:
-    """Keep a tuning report beside a head, under this device and dtype; other entries stay."""
+    """Keep a tuning report beside a head, under this `place`; other entries stay."""
     known = read_policies(folder)
-    known[_key(str(target.dtype), str(target.device))] = report
+    known[place(target.dtype, str(target.device), target.carries)] = report
     path = Path(folder) / FILE
     with file_aside(path) as aside:
         aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def read_policies(folder: Path | str) -> dict[str, Any]:
-    """Return the tuning reports kept beside a head, by device and dtype. Raises HeadwayError for a broken file."""
+    """Return the tuning reports kept beside a head, by `place`. Raises HeadwayError for a broken file."""
     path = Path(folder) / FILE
     if not path.is_file():
         return {}
@@ -385,7 +385,7 @@ def read_policies(folder: Path | str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `headway tune` found for a head on one device and dtype."""
+    """What `headway tune` found for a head in one `place`."""
 
     best: Policy
     """The fastest tree of each number of rows, `off` where drafting does not pay."""
@@ -395,9 +395,9 @@ class Tuned:
     """Of `drafting`, by number of rows."""
 
 
-def load_tuned(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Tuned | None:
-    """Return what was tuned for this device and dtype, or None when nothing was. Raises HeadwayError for a broken file."""
-    report = read_policies(folder).get(_key(str(dtype), device))
+def load_tuned(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", carries: str = "") -> Tuned | None:
+    """Return what was tuned for this `place`, or None when nothing was. Raises HeadwayError for a broken file."""
+    report = read_policies(folder).get(place(dtype, device, carries))
     if not report:
         return None
     try:
@@ -417,9 +417,9 @@ def load_tuned(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu"
         ) from e
 
 
-def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu") -> Policy | None:
-    """Return the trees tuned for this device and dtype, or None when there are none. Raises HeadwayError for a broken file."""
-    tuned = load_tuned(folder, dtype, device)
+def load_policy(folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", carries: str = "") -> Policy | None:
+    """Return the trees tuned for this `place`, or None when there are none. Raises HeadwayError for a broken file."""
+    tuned = load_tuned(folder, dtype, device, carries)
     return tuned.best if tuned is not None else None
 
 
@@ -433,5 +433,6 @@ def _by_rows(shapes: dict[int, Policy]) -> Policy:
     return each_shape(ByRows(tuple(sorted(shapes.items()))), lambda shape: shape)  # type: ignore[arg-type]
 
 
-def _key(dtype: str, device: str) -> str:
-    return f"{device.split(':')[0]} {dtype.removeprefix('torch.')}"
+def place(dtype: torch.dtype | str, device: str, carries: str) -> str:
+    """Return what a tree is tuned for beside the head: kind of device, dtype, and how the target `carries` an adapter."""
+    return f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}{f', {carries}' if carries else ''}"
