@@ -868,6 +868,7 @@ def tune_command(
     from headway.data.chat import use_template
     from headway.data.progress import Progress
     from headway.heads.common.checkpoint import load_head
+    from headway.heads.common.hub import run_head
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
     from headway.inference.tune import place, read_policies, save_policy, tune
@@ -876,7 +877,7 @@ def tune_command(
     carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     Settings(max_new_tokens=max_new_tokens)
-    source = inputs.run_head(head)
+    source = run_head(head)
     read_policies(source)
     if not Path(source).is_dir():
         raise HeadwayError(
@@ -1225,9 +1226,10 @@ def info_command(
     """Say what a head or a target is, and whether they fit; exit code 2 when they do not."""
     from headway import inputs
     from headway.describe import describe_head, describe_target, is_head
+    from headway.heads.common.hub import run_head
 
     inputs.quiet()
-    source = inputs.run_head(what)
+    source = run_head(what)
     if is_head(source):
         if head is not None:
             raise HeadwayError(

@@ -18,10 +18,21 @@ from headway.heads.common.aside import folder_aside
 from headway.heads.common.card import PLACE, is_on_hub, is_sealed, model_card, report_table, tuned_table
 from headway.heads.common.checkpoint import check_head_folder, head_folder, plain_name, read_config
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.hub import CARD, CONFIG, FILES, WEIGHTS, cause, from_hub, hub_error, is_offline, parse_id
+from headway.heads.common.hub import (
+    CARD,
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    cause,
+    from_hub,
+    hub_error,
+    is_offline,
+    parse_id,
+    run_head,
+)
 from headway.heads.formats.damage import NOTE
 from headway.inference.tune import read_policies
-from headway.inputs import head_name, run_head
+from headway.inputs import head_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

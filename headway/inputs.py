@@ -228,19 +228,13 @@ def _categories(source: str) -> dict[str, str]:
     return found
 
 
-def run_head(given: str) -> str:
-    """Return `given`, or the `head` folder in it when it is a training run."""
-    inside = Path(given).expanduser() / "head"
-    return str(inside) if (inside / "config.json").is_file() else given
-
-
 def head_source(given: str) -> str:
     """Return what names a head: its folder, that of a training run, or `owner/name@commit` for one on the hub.
 
     One on the hub is downloaded, and its commit fixed for the rest of the command. Raises HeadwayError where it has none.
     """
     from headway.heads.common.checkpoint import head_folder
-    from headway.heads.common.hub import parse_id
+    from headway.heads.common.hub import parse_id, run_head
 
     source = run_head(given)
     on_hub = parse_id(source)

@@ -12,10 +12,11 @@ from headway import __version__
 from headway.data.manifest import check_writable
 from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
-from headway.train.beside import Table, flatten, tables_beside
+from headway.heads.common.redact import hide_secrets, without_secrets
+from headway.heads.common.report_tables import Table
+from headway.train.beside import flatten, tables_beside
 from headway.train.curves import Curve, chart, smooth, spell
 from headway.train.page import MARK, render
-from headway.train.redact import hide_secrets, without_secrets
 from headway.train.run_log import BY, RunLog, read_run_log, spell_time, state
 
 FILE = "report.html"
