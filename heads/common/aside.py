@@ -73,8 +73,11 @@ def remove_dead(path: Path) -> None:
     """Remove what processes that ended on this machine while they wrote to `path` have left beside it; a folder that was to be
     replaced and has lost its name gets it back. What may be another machine's is said on stderr, once."""
     ours = re.compile(rf"\.{re.escape(path.name)}\.(\d+)@(.+)\.(tmp|old)")
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    for left, found in [(left, found) for left in beside if (found := ours.fullmatch(left.name))]:
+    try:
+        beside = [(left, found) for left in path.parent.iterdir() if (found := ours.fullmatch(left.name))]
+    except (FileNotFoundError, PermissionError):  # nothing there, or a folder that may be written and not be read
+        return
+    for left, found in beside:
         if found[2] != socket.gethostname():
             if left not in _said:
                 _said.add(left)
