@@ -33,7 +33,7 @@ from headway.data.shards import (
     remove_torn,
     write_shard,
 )
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.losses import summarise
 from headway.heads.common.protocol import HeadConfig, Tap, TargetInfo
 from headway.inference.target import Target
@@ -79,7 +79,7 @@ def capture(
     `verify`, which reads them all, one whose checksums are wrong. `taps` should have `last`, which the teacher reads.
 
     Raises HeadwayError when the folder was made from another target, revision, chat template or tap set, when the disk is
-    too small for what is missing, and for features that are not finite, naming the dialog.
+    too small for what is missing, and for features that are not finite, naming the dialog; Interrupted after Ctrl-C.
     """
     if "last" not in taps:
         raise HeadwayError(f"taps are {list(taps)}; the teacher reads 'last': add it")
@@ -89,29 +89,40 @@ def capture(
     with (folder / ".lock").open("ab") as held:
         lock(held, folder)
         remove_torn(folder)
-        counts: Counter[str] = Counter(removed=remove_damaged(folder, target.info.hidden_size, verify, show))
-        plan = make_plan(target, dialogs, folder)
-        counts |= Counter(dialogs=sum(map(len, plan.shards)), recorded=plan.num_recorded, cut=plan.num_cut)
-        for path in sorted(folder.glob("capture-*.safetensors"))[len(plan.shards) :]:
-            path.unlink()  # of dialogs that were recorded since
-        left: list[int] = []
-        for n, part in enumerate(plan.shards):
-            reason = _why_again(_path(folder, n), part, target, taps, store, verify)
-            if reason is not None:
-                left.append(n)
-                counts["made again"] += bool(reason)
-                if reason:
-                    print_line(f"{reason}; it is made again", show)
-        counts["kept"] = len(plan.shards) - len(left)
-        tokens = sum(len(d.token_ids) - 1 for n in left for d in plan.shards[n])
-        require_disk(folder, captured_bytes(tokens, target.info.hidden_size, len(taps), store), store)
-        progress = Progress("capture: shards", len(left), show=show)
-        for n in left:
-            tensors = _compute(target, plan.shards[n], taps, store)
-            write_shard(_path(folder, n), tensors, {"dtype": target.dtype_name})
-            counts["made"] += 1
-            progress.add(items=1, tokens=sum(len(d.token_ids) - 1 for d in plan.shards[n]))
-        progress.close(f"{folder}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}")
+        try:
+            return _fill(target, dialogs, folder, taps, store, verify, show)
+        except KeyboardInterrupt:
+            safe = len(list(folder.glob("capture-*.safetensors")))
+            raise Interrupted(f"interrupted: {safe} shards are safe in {folder}; run it again to continue") from None
+
+
+def _fill(
+    target: Target, dialogs: Path | str, folder: Path, taps: Sequence[Tap], store: Store, verify: bool, show: bool
+) -> Counter[str]:
+    """Write the shards that the folder lacks and return its counts."""
+    counts: Counter[str] = Counter(removed=remove_damaged(folder, target.info.hidden_size, verify, show))
+    plan = make_plan(target, dialogs, folder)
+    counts |= Counter(dialogs=sum(map(len, plan.shards)), recorded=plan.num_recorded, cut=plan.num_cut)
+    for path in sorted(folder.glob("capture-*.safetensors"))[len(plan.shards) :]:
+        path.unlink()  # of dialogs that were recorded since
+    left: list[int] = []
+    for n, part in enumerate(plan.shards):
+        reason = _why_again(_path(folder, n), part, target, taps, store, verify)
+        if reason is not None:
+            left.append(n)
+            counts["made again"] += bool(reason)
+            if reason:
+                print_line(f"{reason}; it is made again", show)
+    counts["kept"] = len(plan.shards) - len(left)
+    tokens = sum(len(d.token_ids) - 1 for n in left for d in plan.shards[n])
+    require_disk(folder, captured_bytes(tokens, target.info.hidden_size, len(taps), store), store)
+    progress = Progress("capture: shards", len(left), show=show)
+    for n in left:
+        tensors = _compute(target, plan.shards[n], taps, store)
+        write_shard(_path(folder, n), tensors, {"dtype": target.dtype_name})
+        counts["made"] += 1
+        progress.add(items=1, tokens=sum(len(d.token_ids) - 1 for d in plan.shards[n]))
+    progress.close(f"{folder}: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}")
     return counts
 
 

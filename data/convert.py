@@ -20,6 +20,7 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.data.manifest import digest
 from headway.data.prompts import Intake, Row
 from headway.data.sources import RowError
+from headway.heads.common.errors import Interrupted
 from headway.heads.common.protocol import TargetInfo
 
 
@@ -98,7 +99,7 @@ def convert(
     cut at `max_length` tokens (counted as `truncated`); one that has no supervised token left is dropped and counted. Run
     again, it continues. `on_row` is called after each row with the tokens it gave.
 
-    Raises HeadwayError without a chat template, or when the folder was made from anything else.
+    Raises HeadwayError without a chat template, or when the folder was made from anything else; Interrupted after Ctrl-C.
     """
     make = Converter(tokenizer, target, max_length)
     wanted = _peek(rows, make)
@@ -112,23 +113,32 @@ def convert(
     }
     truncated = 0
     with DialogWriter(out, identity) as writer:
-        for row in wanted:
-            tokens = 0
-            for made in make(row):
-                truncated += made.truncated
-                tokens += 0 if made.dialog is None else len(made.dialog.token_ids)
-                if made.id in writer.done:
-                    continue
-                if made.dialog is not None:
-                    writer.add(made.dialog)
-                else:
-                    writer.drop(made.id, made.reason)
-            on_row(tokens)
+        try:
+            for row in wanted:
+                tokens = 0
+                for made in make(row):
+                    truncated += made.truncated
+                    tokens += 0 if made.dialog is None else len(made.dialog.token_ids)
+                    _keep(writer, made)
+                on_row(tokens)
+        except KeyboardInterrupt:
+            safe = writer.counts["dialogs"]
+            raise Interrupted(f"interrupted: {safe} dialogs are safe in {out}; run it again to continue") from None
         writer.counts["truncated"] = truncated
         writer.counts.update({f"note: {note}": count for note, count in make.notes.items()})
         if isinstance(rows, Intake):
             writer.record(intake=rows.report.to_json())
     return Counter(writer.counts)
+
+
+def _keep(writer: DialogWriter, made: Made) -> None:
+    """Write what a row gave, unless the folder has it."""
+    if made.id in writer.done:
+        return
+    if made.dialog is not None:
+        writer.add(made.dialog)
+    else:
+        writer.drop(made.id, made.reason)
 
 
 def _peek(rows: Iterable[Row], make: Converter) -> Iterator[Row]:

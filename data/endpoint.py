@@ -21,6 +21,7 @@ except ImportError:
     import httpx  # type: ignore[no-redef]
 
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.redact import REMOVED
 
 JSON = dict[str, Any]
 
@@ -200,7 +201,7 @@ class Endpoint:
     def _said(self, response: Any) -> str:
         """Return the beginning of what the server said, without the key if it was repeated there."""
         text = " ".join(response.text.split())
-        return (text.replace(self.secret, "***") if self.secret else text)[:200]
+        return (text.replace(self.secret, REMOVED) if self.secret else text)[:200]
 
 
 def _retry_after(response: Any) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 
 
@@ -71,14 +72,10 @@ class AppendLog:
                 at += len(line)
             if all(one[0] <= other[0] for one, other in pairwise(places)):
                 return
-            aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-            with aside.open("wb") as file:
+            with file_aside(self.path) as aside, aside.open("wb") as file:
                 for _, at in sorted(places):
                     lines.seek(at)
                     file.write(lines.readline())
-                file.flush()
-                os.fsync(file.fileno())
-        aside.replace(self.path)
 
     def close(self) -> None:
         """Sync and close; safe to call twice."""

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 
 if TYPE_CHECKING:
@@ -19,12 +20,8 @@ FORMAT = 1
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON aside and rename it into place."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
+    with file_aside(path) as aside, aside.open("w", encoding="utf-8") as file:
         json.dump(value, file, ensure_ascii=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def check_writable(path: Path) -> None:

@@ -15,7 +15,6 @@ int8 times a power of two is exact in bfloat16, so reading gives bfloat16, and s
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 
 Store = Literal["bfloat16", "int8"]
@@ -97,12 +97,9 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, A
     """
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     about = {**(facts or {}), "crc32": {name: _checksum(tensor) for name, tensor in tensors.items()}}
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # One key alone: with several, safetensors would write them in another order each time.
-    save_file(tensors, aside, metadata={"headway": json.dumps(about, sort_keys=True)})
-    with aside.open("rb") as file:
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with file_aside(path) as aside:
+        # One key alone: with several, safetensors would write them in another order each time.
+        save_file(tensors, aside, metadata={"headway": json.dumps(about, sort_keys=True)})
 
 
 class Shard:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway import __version__
-from headway.heads.common.errors import HeadwayError, spell_os_error
+from headway.heads.common.errors import HeadwayError, Interrupted, spell_os_error
 
 if TYPE_CHECKING:
     from headway.inference.sampling import Settings
@@ -115,8 +115,9 @@ def command(name: str, **extra: Any) -> Callable[[Callable[..., None]], Callable
             except OSError as e:  # a full disk, a place that only seemed writable
                 print(f"error: {spell_os_error(e)}", file=sys.stderr)
                 raise typer.Exit(2) from None
-            except KeyboardInterrupt:
-                print("headway: interrupted", file=sys.stderr)
+            except KeyboardInterrupt as e:
+                start = "\r\x1b[K" if sys.stderr.isatty() else ""  # over the progress line
+                print(f"{start}headway: {e if isinstance(e, Interrupted) else 'interrupted'}", file=sys.stderr)
                 raise typer.Exit(130) from None
 
         return (extra.pop("of", None) or app).command(name, **extra)(guarded)
@@ -432,7 +433,7 @@ def bench_command(
             break
     _keep_reports(reports, out, plot)
     if reports[-1]["prompts"]["interrupted"]:
-        raise KeyboardInterrupt
+        raise Interrupted("interrupted: what is measured is kept; the same command measures the others")
     for unfinished in left.values():
         unfinished.finish()
 
@@ -493,15 +494,16 @@ def _throughput(
     from headway.inference import bench as measure
 
     progress = Progress("bench: answers", 2 * len(chosen))
-    report = measure.throughput(
-        target,
-        chosen,
-        settings,
-        batch_size=batch,
-        command=said,
-        on_progress=progress.add,
-        unfinished=unfinished,
-    )
+    with unfinished.interruptible():
+        report = measure.throughput(
+            target,
+            chosen,
+            settings,
+            batch_size=batch,
+            command=said,
+            on_progress=progress.add,
+            unfinished=unfinished,
+        )
     progress.close(f"bench: {progress.tokens} tokens in {progress.elapsed:.0f} s")
     report["prompts"]["files"] = files
     measure.print_throughput(report)
@@ -564,7 +566,8 @@ def eval_command(
     policy = HeadDrafter(loaded_head, policy).fit(loaded).policy
     what = {"max_new_tokens": max_new_tokens, "batch": batch, "tree": policy.describe()}
     unfinished = inputs.unfinished("eval", loaded, [source], chosen, what)
-    rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch, unfinished)
+    with unfinished.interruptible():
+        rows = _accepted_lengths(loaded, loaded_head, policy, chosen, max_new_tokens, batch, unfinished)
     report = {
         "target": target,
         "head": source,
@@ -634,6 +637,7 @@ def _show_rows(title: str, rows: list[dict]) -> None:
 
 @command("distill")
 def distill_command(
+    context: typer.Context,
     target: TargetOption,
     prompts: MixOption,
     out: Annotated[Path, typer.Option(help="Folder for the dialogs; one begun alike is continued.")],
@@ -696,18 +700,13 @@ def distill_command(
     from headway.inference.target import load_end_ids, load_info, load_tokenizer
 
     inputs.quiet()
+    inputs.check_distill(_given(context), bool(server))
     carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     settings = Settings(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
-    if temperature_mix is not None and temperature != 0:
-        raise HeadwayError("--temperature and --temperature-mix contradict each other; give one of them")
     servers = inputs.servers(server or [], served_model, api, concurrency, timeout, request, api_key_env)
-    if servers is not None and record:
-        raise HeadwayError(
-            "--record keeps what the local engine computes; with --server leave it out, training computes it"
-        )
     common: dict[str, Any] = {
         "settings": settings,
         "history": check_history(history),
@@ -738,6 +737,12 @@ def distill_command(
         raise typer.Exit(1 if done.left_open else 0)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, rows=batch_size, **carried)
     distill(loaded, rows, out, batch_size=batch_size, record=usual_taps(loaded.info) if record else (), **common)
+
+
+def _given(context: typer.Context) -> list[str]:
+    """Return the names of the parameters that stand on the command line, whatever their values."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 @command("prompts")
@@ -888,16 +893,17 @@ def tune_command(
     from headway.data.chat import use_template
     from headway.data.progress import Progress
     from headway.heads.common.checkpoint import load_head
+    from headway.heads.common.hub import run_head
     from headway.inference.bench import compiling
     from headway.inference.sampling import Settings
     from headway.inference.target import load_info, load_tokenizer
-    from headway.inference.tune import read_policies, save_policy, tune
+    from headway.inference.tune import place_of, read_policies, save_policy, tune
 
     inputs.quiet()
     carried = inputs.carried(target_adapter, merge_adapter)
     dtype, device, seconds = inputs.check_dtype(dtype), inputs.check_device(device), inputs.check_minutes(minutes)
     Settings(max_new_tokens=max_new_tokens)
-    source = inputs.run_head(head)
+    source = run_head(head)
     read_policies(source)
     if not Path(source).is_dir():
         raise HeadwayError(
@@ -913,19 +919,21 @@ def tune_command(
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, compile=compile, **carried)
     unfinished = inputs.unfinished("tune", loaded, [source], chosen, {"max_new_tokens": max_new_tokens})
     progress = Progress("tune: answers", len(chosen) - len(unfinished.done), seconds=seconds)
-    report = tune(
-        loaded,
-        load_head(source, loaded, other_target=other_target),
-        [ids for _, _, ids in chosen],
-        max_new_tokens=max_new_tokens,
-        seconds=seconds,
-        on_progress=progress.add,
-        unfinished=unfinished,
-    )
+    tuned_head = load_head(source, loaded, other_target=other_target)
+    with unfinished.interruptible():
+        report = tune(
+            loaded,
+            tuned_head,
+            [ids for _, _, ids in chosen],
+            max_new_tokens=max_new_tokens,
+            seconds=seconds,
+            on_progress=progress.add,
+            unfinished=unfinished,
+        )
     report |= compiling(loaded)
     save_policy(source, loaded, report)
     unfinished.finish()
-    progress.close(f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {device}, {loaded.dtype}")
+    progress.close(f"tune: {report['policy']} kept in {Path(source) / 'tree.json'} for {place_of(loaded)}")
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
     else:
@@ -1243,9 +1251,10 @@ def info_command(
     """Say what a head or a target is, and whether they fit; exit code 2 when they do not."""
     from headway import inputs
     from headway.describe import describe_head, describe_target, is_head
+    from headway.heads.common.hub import run_head
 
     inputs.quiet()
-    source = inputs.run_head(what)
+    source = run_head(what)
     if is_head(source):
         if head is not None:
             raise HeadwayError(
@@ -1279,4 +1288,7 @@ def demo_command(
     inputs.check_minutes(minutes)
     inputs.check_folder(out)
     inputs.quiet()
-    demo(minutes, out)
+    try:
+        demo(minutes, out)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted: what is made is safe in {out}; the same command continues") from None

@@ -14,13 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.foreign import read_saved
+from headway.heads.common.aside import folder_aside
 from headway.heads.common.card import PLACE, is_on_hub, is_sealed, model_card, report_table, tuned_table
-from headway.heads.common.checkpoint import check_head_folder, head_folder, plain_name, read_config, written_aside
+from headway.heads.common.checkpoint import check_head_folder, head_folder, plain_name, read_config
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.hub import CARD, CONFIG, FILES, WEIGHTS, cause, from_hub, hub_error, is_offline, parse_id
+from headway.heads.common.hub import (
+    CARD,
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    cause,
+    from_hub,
+    hub_error,
+    is_offline,
+    parse_id,
+    run_head,
+)
 from headway.heads.formats.damage import NOTE
 from headway.inference.tune import read_policies
-from headway.inputs import head_name, run_head
+from headway.inputs import head_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -89,7 +101,7 @@ def pull_from_hub(source: str, out: Path) -> str:
         if all(cmp(folder / name, out / name, shallow=False) for name in (CONFIG, WEIGHTS) if (out / name).is_file()):
             return f"{out} holds it already: {what}"
         raise HeadwayError(f"{out} holds another head, which would be lost; give a new folder")
-    with written_aside(out) as aside:
+    with folder_aside(out) as aside:
         for name in FILES:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, aside / name)

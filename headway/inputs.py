@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,19 +229,13 @@ def _categories(source: str) -> dict[str, str]:
     return found
 
 
-def run_head(given: str) -> str:
-    """Return `given`, or the `head` folder in it when it is a training run."""
-    inside = Path(given).expanduser() / "head"
-    return str(inside) if (inside / "config.json").is_file() else given
-
-
 def head_source(given: str) -> str:
     """Return what names a head: its folder, that of a training run, or `owner/name@commit` for one on the hub.
 
     One on the hub is downloaded, and its commit fixed for the rest of the command. Raises HeadwayError where it has none.
     """
     from headway.heads.common.checkpoint import head_folder
-    from headway.heads.common.hub import parse_id
+    from headway.heads.common.hub import parse_id, run_head
 
     source = run_head(given)
     on_hub = parse_id(source)
@@ -400,18 +394,18 @@ def bench_methods(
 
 
 def saved_tree(source: str, target: Target) -> Policy | None:
-    """Return the trees tuned for a head on this device and dtype, which lie beside it as tree.json: those that draft, for an
-    economy to turn off where they do not pay. None without any."""
+    """Return the trees tuned for a head on this device and dtype, and an adapter carried as it is, which lie beside it as
+    tree.json: those that draft, for an economy to turn off where they do not pay. None without any."""
     from headway.heads.common.checkpoint import head_folder
-    from headway.inference.tune import read_policies
+    from headway.inference.tune import place_of, read_policies
 
     folder = head_folder(source)
     tuned = _tuned(folder, target)
     policy = tuned.drafting if tuned is not None else None
     known = sorted(read_policies(folder))
     if policy is None and known:
-        here = f"{target.device.type} {target.dtype_name}{' compiled' if target.compiled else ''}"
-        print(f"headway: the tree of {source} was tuned for {', '.join(known)}, not for {here}", file=sys.stderr)
+        here = place_of(target)
+        print(f"headway: the tree of {source} was tuned for {'; '.join(known)}; not for {here}", file=sys.stderr)
     return policy
 
 
@@ -429,7 +423,7 @@ def carried(adapter: str | None, merge: bool) -> dict[str, Any]:
 def _tuned(folder: Path, target: Target) -> Tuned | None:
     from headway.inference.tune import load_tuned
 
-    return load_tuned(folder, target.dtype, str(target.device), target.compiled is not None)
+    return load_tuned(folder, target.dtype, str(target.device), target.carries, target.compiled is not None)
 
 
 def load_target(
@@ -458,6 +452,30 @@ def load_target(
     return target
 
 
+LOCAL = {
+    "record": "keeps what the local engine computes; leave it out, training computes it",
+    "batch_size": "is of the local engine; leave it out, --concurrency says how many answers are under way at once",
+    "dtype": "is of the local engine; leave it out, the server has its own",
+    "device": "is of the local engine; leave it out, the server has its own",
+    "merge_adapter": "is of the local engine; leave it out, the server has the adapter on in its own way",
+}
+"""Options of distilling that mean nothing beside --server, by what they are."""
+SERVED = ("served_model", "api", "concurrency", "timeout", "request", "api_key_env")
+"""Those that mean nothing without it."""
+
+
+def check_distill(given: Collection[str], served: bool) -> None:
+    """Raise HeadwayError for an option that was given and would go unused, beside --server or without it."""
+    for name in given:
+        option = f"--{name.replace('_', '-')}"
+        if served and name in LOCAL:
+            raise HeadwayError(f"{option} {LOCAL[name]}")
+        if not served and name in SERVED:
+            raise HeadwayError(f"{option} says how servers are asked; give --server too, or leave it out")
+    if {"temperature", "temperature_mix"} <= set(given):
+        raise HeadwayError("--temperature and --temperature-mix contradict each other; give one of them")
+
+
 def servers(
     urls: Sequence[str],
     model: str | None,
@@ -469,15 +487,11 @@ def servers(
 ) -> Servers | None:
     """Return the servers asked for on the command line; None without --server.
 
-    Raises HeadwayError for options of servers without one, and for what no server could be asked.
+    Raises HeadwayError for what no server could be asked.
     """
     from headway.data.served import Servers, api_key
 
     if not urls:
-        if (model, fields, key_variable) != (None, None, None):
-            raise HeadwayError(
-                "--served-model, --request and --api-key-env say how servers are asked; give --server too"
-            )
         return None
     try:
         more = json.loads(fields) if fields is not None else {}

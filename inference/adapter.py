@@ -124,6 +124,15 @@ def adapted(module: nn.Module) -> bool:
     return any(isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for m in module.modules())
 
 
+def beside_weights(module: nn.Module) -> bool:
+    """Return whether a module has layers of PEFT that compute what is not in the weights of the layer below them."""
+    if not adapted(module):
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(m, BaseTunerLayer) and not m.merged for m in module.modules())
+
+
 @torch.no_grad()
 def settle_ends(model: Any) -> None:
     """Make the embedding and the LM head plain modules that have the adapter in their weights: heads read those.

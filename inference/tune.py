@@ -15,7 +15,6 @@ busy machine, small trees win, and then none.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.drafter import Ask, Committed, HeadDrafter, default_policy
@@ -362,17 +362,16 @@ def measure_draft(target: Target, head: Head, policy: Policy, context: int, repe
 
 
 def save_policy(folder: Path | str, target: Target, report: dict[str, Any]) -> None:
-    """Keep a tuning report beside a head, under this device, dtype and whether passes are compiled; other entries stay."""
+    """Keep a tuning report beside a head, under this `place`; other entries stay."""
     known = read_policies(folder)
-    known[_key(str(target.dtype), str(target.device), target.compiled is not None)] = report
+    known[place_of(target)] = report
     path = Path(folder) / FILE
-    aside = path.with_name(f".{FILE}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    with file_aside(path) as aside:
+        aside.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def read_policies(folder: Path | str) -> dict[str, Any]:
-    """Return the tuning reports kept beside a head, by device and dtype. Raises HeadwayError for a broken file."""
+    """Return the tuning reports kept beside a head, by `place`. Raises HeadwayError for a broken file."""
     path = Path(folder) / FILE
     if not path.is_file():
         return {}
@@ -387,7 +386,7 @@ def read_policies(folder: Path | str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `headway tune` found for a head on one device and dtype."""
+    """What `headway tune` found for a head in one `place`."""
 
     best: Policy
     """The fastest tree of each number of rows, `off` where drafting does not pay."""
@@ -398,11 +397,10 @@ class Tuned:
 
 
 def load_tuned(
-    folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", compiled: bool = False
+    folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", carries: str = "", compiled: bool = False
 ) -> Tuned | None:
-    """Return what was tuned for this device and dtype, of plain passes or of compiled ones, or None when nothing was. Raises
-    HeadwayError for a broken file."""
-    report = read_policies(folder).get(_key(str(dtype), device, compiled))
+    """Return what was tuned for this `place`, or None when nothing was. Raises HeadwayError for a broken file."""
+    report = read_policies(folder).get(place(dtype, device, carries, compiled))
     if not report:
         return None
     try:
@@ -423,10 +421,10 @@ def load_tuned(
 
 
 def load_policy(
-    folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", compiled: bool = False
+    folder: Path | str, dtype: torch.dtype | str, device: str = "cpu", carries: str = "", compiled: bool = False
 ) -> Policy | None:
-    """Return the trees tuned for this device and dtype, or None when there are none. Raises HeadwayError for a broken file."""
-    tuned = load_tuned(folder, dtype, device, compiled)
+    """Return the trees tuned for this `place`, or None when there are none. Raises HeadwayError for a broken file."""
+    tuned = load_tuned(folder, dtype, device, carries, compiled)
     return tuned.best if tuned is not None else None
 
 
@@ -440,5 +438,13 @@ def _by_rows(shapes: dict[int, Policy]) -> Policy:
     return each_shape(ByRows(tuple(sorted(shapes.items()))), lambda shape: shape)  # type: ignore[arg-type]
 
 
-def _key(dtype: str, device: str, compiled: bool) -> str:
-    return f"{device.split(':')[0]} {dtype.removeprefix('torch.')}{' compiled' if compiled else ''}"
+def place_of(target: Target) -> str:
+    """Return the `place` of a loaded target."""
+    return place(target.dtype, str(target.device), target.carries, target.compiled is not None)
+
+
+def place(dtype: torch.dtype | str, device: str, carries: str = "", compiled: bool = False) -> str:
+    """Return what a tree is tuned for beside the head: kind of device, dtype, whether passes are compiled, and how the target
+    `carries` an adapter."""
+    passes = f"{device.split(':')[0]} {str(dtype).removeprefix('torch.')}{' compiled' if compiled else ''}"
+    return f"{passes}, {carries}" if carries else passes

@@ -13,11 +13,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from headway import __version__
+from headway.heads.common.errors import Interrupted
 
 OURS = re.compile(r"(bench|eval|tune(-\w+)?)-[0-9a-f]{16}\.jsonl")
 KEPT_SECONDS = 30 * 24 * 3600
@@ -68,6 +70,18 @@ class Unfinished:
     def _give_up(self, error: Exception) -> None:
         print(f"{self.what}: {self.path} cannot be written ({error}); after Ctrl-C it begins anew", file=sys.stderr)
         self.path = Path(os.devnull)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Inside, Ctrl-C raises Interrupted, which says what is kept."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.path == Path(os.devnull):
+                raise Interrupted("interrupted: nothing could be kept; the same command begins anew") from None
+            raise Interrupted(
+                f"interrupted: {len(self.done)} parts are kept; the same command measures the others"
+            ) from None
 
     def finish(self) -> None:
         """Forget the parts, now that the whole is somewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
 
 GENERATE = ("generate", "--target", "target", "--max-new-tokens", "12")
+DISTILL = ("distill", "-t", "target", "-p", "prompts.jsonl", "--out", "d")
 BENCH = ("bench", "--target", "target", "--max-new-tokens", "8")
 
 
@@ -209,6 +211,34 @@ BAD = {
         ["distill", "-t", "target", "-p", "prompts.jsonl", "--out", "d", "--minutes", "nan"],
         "--minutes is nan",
     ),
+    **{
+        f"distill: {' '.join(flag)} beside --server": (
+            [*DISTILL, "--server", "http://localhost:1", *flag],
+            f"{flag[0]} ",
+        )
+        for flag in (
+            ["--record"],
+            ["--batch-size", "8"],
+            ["--dtype", "float32"],
+            ["--device", "cpu"],
+            ["--merge-adapter"],
+        )
+    },
+    **{
+        f"distill: {' '.join(flag)} without --server": ([*DISTILL, *flag], f"{flag[0]} says how servers are asked")
+        for flag in (
+            ["--served-model", "m"],
+            ["--api", "chat"],
+            ["--concurrency", "32"],
+            ["--timeout", "600"],
+            ["--request", "{}"],
+            ["--api-key-env", "KEY"],
+        )
+    },
+    "distill: two temperatures": (
+        [*DISTILL, "--temperature", "0", "--temperature-mix", "1:1"],
+        "contradict each other",
+    ),
     "demo: minutes": (["demo", "--minutes", "inf", "--out", "d"], "--minutes is inf"),
     "generate: not UTF-8": ([*GENERATE, "--prompt", "a\udcff"], "not UTF-8"),
     "convert: no answers": (["convert", "-t", "target", "-p", "prompts.jsonl", "--out", "d"], "no answer"),
@@ -269,6 +299,41 @@ def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.inference.target.Target.load", interrupted)
     code, out, err = run(*GENERATE, "--prompt", "Hi")
     assert (code, out, err) == (130, "", "headway: interrupted\n")
+
+
+def test_ctrl_c_says_what_is_safe_and_how_to_go_on(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+    rows = [{"id": str(i), "messages": said} for i in range(6)]
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dialogs = str(tmp_path / "d")
+    convert = ("convert", "-t", "target", "-p", str(tmp_path / "said.jsonl"), "--out", dialogs)
+    capture = ("capture", "-t", "target", dialogs)
+    monkeypatch.setattr("headway.data.capture.SHARD_TOKENS", 80)
+    for command, owner, name, unit in (
+        (convert, "headway.data.dialogs.DialogWriter", "add", "2 dialogs"),
+        (capture, "headway.data.capture", "write_shard", "2 shards"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{owner}.{name}", interrupting(getattr(pkgutil.resolve_name(owner), name), 3))
+            code, _, err = run(*command)
+        assert code == 130
+        assert f"headway: interrupted: {unit}" in err
+        assert err.endswith("run it again to continue\n")
+        assert run(*command)[0] == 0
+    assert [dialog.id for dialog in read_dialogs(dialogs)] == [str(i) for i in range(6)]
+
+
+def interrupting(real: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return the function, with Ctrl-C pressed at its call `number`."""
+    calls: list[int] = []
+
+    def called(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return real(*given, **named)
+
+    return called
 
 
 def test_bench_prints_a_table_and_writes_the_report(run: Run, tmp_path: Path) -> None:
@@ -451,6 +516,7 @@ def test_an_interrupted_bench_writes_what_it_has(run: Run, tmp_path: Path, monke
     assert code == 130
     assert "transformers" in out
     assert "interrupted after 1 prompts" in err
+    assert "the same command measures the others" in err
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["prompts"]["interrupted"], report["prompts"]["left_out"]) == (True, 2)
     monkeypatch.setattr(measure, "_headway_run", real)
@@ -480,8 +546,9 @@ def test_an_interrupted_measurement_is_continued(run: Run, command: str, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(Unfinished, "keep", keep_two)
-        code, out, _ = run(*asked)
+        code, out, err = run(*asked)
     assert (code, out) == (130, "")
+    assert "interrupted: 2 parts are kept; the same command measures the others" in err
     assert "measured before" not in run(*asked, "--dtype", "bfloat16")[2]
     again: list[str] = []
     monkeypatch.setattr(Unfinished, "keep", lambda self, part, value: (again.append(part), keep(self, part, value)))

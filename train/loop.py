@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from headway.heads.common.checkpoint import save_head
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.protocol import Head, LossReport
 from headway.train.batches import Order
 from headway.train.config import TrainConfig
@@ -38,10 +38,6 @@ OVERRUN = 1.25
 """A run with max_seconds ends early once it took this much more: the machine became slower than it was measured."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed; the state is saved."""
-
-
 def train(
     config: TrainConfig, *, argv: Sequence[str] = (), target: Target | None = None, shared: Memory | None = None
 ) -> dict[str, Any]:
@@ -55,6 +51,7 @@ def train(
     done_before = finished(config)
     if done_before is not None:
         say(f"the run in {config.out} is finished; its head is in {RunFolder(config.out).head}")
+        remove_cache(RunFolder(config.out))  # of a run that was killed between its head and this
         return done_before
     folder = RunFolder(config.out)
     run: Run | None = None
@@ -85,7 +82,7 @@ def steps(run: Run) -> dict[str, Any]:
 
             # evaluate
             if (done or (is_due(progress.step, config.eval_every) and not evaluated)) and not asked:
-                metrics = evaluate(run, interrupted)
+                metrics = evaluate(run, interrupted, logged=evaluated)
                 asked = anywhere(accelerator, interrupted.is_set())
                 progress.evaluated_at = progress.evaluated_at if asked else progress.step
 
@@ -185,8 +182,8 @@ def summarise(reports: list[LossReport]) -> dict[str, Any]:
     }
 
 
-def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
-    """Return the figures on held-out rows; the main process computes them, the others wait."""
+def evaluate(run: Run, interrupted: threading.Event, *, logged: bool = False) -> dict[str, Any]:
+    """Return the figures on held-out rows; the main process computes them, the others wait. `logged` ones are in the log."""
     metrics: dict[str, Any] = {}
     begin = time.perf_counter()
     if run.accelerator.is_main_process and run.rows.held_out:
@@ -199,7 +196,8 @@ def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
         run.progress.eval_seconds += metrics["held_out_seconds"]
         if not interrupted.is_set():  # cut short, it is done again when the run is continued
             say(f"step {run.progress.step}: {spell(metrics)}")
-            log(run, {"step": run.progress.step, **metrics})
+            if not logged:  # by the run before it was killed, at its end, where the figures are needed again
+                log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
 
@@ -269,12 +267,17 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         with result_weights(run):
             head, lora = split(run.head, run.config)
             save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
-        shutil.rmtree(run.folder.path / "cache", ignore_errors=True)
+        remove_cache(run.folder)
         if run.progress.skipped:
             say(f"{run.progress.skipped} batches had no supervised token and were skipped")
         say(f"head saved in {run.folder.head}")
     run.accelerator.wait_for_everyone()
     return metrics
+
+
+def remove_cache(folder: RunFolder) -> None:
+    """Remove the features of a run that is finished."""
+    shutil.rmtree(folder.path / "cache", ignore_errors=True)
 
 
 def log(run: Run, figures: dict[str, Any], seconds: float = 0.0) -> None:

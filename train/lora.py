@@ -6,7 +6,6 @@ weights or, kept, beside them.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from headway.heads.common.checkpoint import load_head, other_adapter, plain_name, read_config, saved_adapter
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.hub import run_head
 from headway.heads.common.lora import PREFIX
 from headway.heads.common.protocol import Frozen, Head, find_family
 from headway.train.config import TrainConfig
@@ -26,8 +26,7 @@ WHOLE = ("lm_head", "lm_heads")
 def source(config: TrainConfig) -> str:
     """Return the folder or hub id of the head that a recipe begins with: of a run, its head."""
     assert config.init_from is not None
-    inside = Path(config.init_from).expanduser() / "head"
-    return str(inside) if (inside / "config.json").is_file() else config.init_from
+    return run_head(config.init_from)
 
 
 def head_fields(config: TrainConfig) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import torch
 from headway import __version__
 from headway.data.manifest import digest_file, read_json
 from headway.data.recorded import FOLDER
+from headway.heads.common.redact import without_secrets
 from headway.inference.bench import cpu_name
 from headway.train.config import TrainConfig
-from headway.train.redact import without_secrets
 
 if TYPE_CHECKING:
     from headway.inference.target import Target

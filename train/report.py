@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,11 +10,13 @@ from markupsafe import Markup
 
 from headway import __version__
 from headway.data.manifest import check_writable
+from headway.heads.common.aside import file_aside
 from headway.heads.common.errors import HeadwayError
-from headway.train.beside import Table, flatten, tables_beside
+from headway.heads.common.redact import hide_secrets, without_secrets
+from headway.heads.common.report_tables import Table
+from headway.train.beside import flatten, tables_beside
 from headway.train.curves import Curve, chart, smooth, spell
 from headway.train.page import MARK, render
-from headway.train.redact import hide_secrets, without_secrets
 from headway.train.run_log import BY, RunLog, read_run_log, spell_time, state
 
 FILE = "report.html"
@@ -50,10 +51,9 @@ def report(folders: Sequence[str | Path], out: Path | str | None = None, by: str
     logs = [read_run_log(folder) for folder in folders]
     path = Path(folders[0]) / FILE if out is None else Path(out)
     _check_place(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside.write_text(page(logs, by), encoding="utf-8", errors="backslashreplace")
-    aside.replace(path)
+    with file_aside(path) as aside:
+        aside.write_text(page(logs, by), encoding="utf-8", errors="backslashreplace")
     return path
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from headway.data.jsonl import lock
 from headway.data.manifest import check_writable, read_json, write_json
-from headway.heads.common.checkpoint import read_tensors, written_aside
+from headway.heads.common.aside import file_aside, folder_aside
+from headway.heads.common.checkpoint import read_tensors
 from headway.heads.common.errors import HeadwayError
 from headway.train.average import Average
 from headway.train.config import TrainConfig
@@ -63,10 +64,14 @@ class RunFolder:
         self._held: BinaryIO | None = None
 
     def hold(self) -> None:
-        """Keep other processes from training in this folder until `release`. Raises HeadwayError when one does."""
+        """Keep other processes from training in this folder until `release`, and clear what one that was killed left.
+
+        Raises HeadwayError when one trains in it.
+        """
         if self._held is None:
             self._held = (self.path / ".lock").open("ab")
             lock(self._held, self.path)
+            self._remove_old()
 
     def release(self) -> None:
         """Let others train in this folder; safe to call twice."""
@@ -136,15 +141,13 @@ class RunFolder:
     def save(self, progress: Progress, head: nn.Module, optimizer: Any, average: Average | None = None) -> Path:
         """Write a state and remove all but the newest two."""
         folder = self.path / "state" / f"step-{progress.step}"
-        with written_aside(folder) as aside:
+        with folder_aside(folder) as aside:
             save_file(_copies(head.state_dict()), aside / "head.safetensors")
             if average is not None:
                 save_file(_copies(average.weights), aside / "average.safetensors")
             torch.save({"optimizer": optimizer.state_dict(), "rng": _rng()}, aside / "optimizer.pt")
             (aside / "state.json").write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")
-        torn = folder.parent.glob(".step-*.tmp")  # left by a process that was killed while it saved
-        for old in [*self._states()[KEEP:], *torn]:
-            shutil.rmtree(old, ignore_errors=True)
+        self._remove_old()
         return folder
 
     def load(self, head: nn.Module, optimizer: Any, average: Average | None = None) -> Progress | None:
@@ -186,9 +189,8 @@ class RunFolder:
                     kept.append(line + "\n")
             except ValueError:
                 continue
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(kept), encoding="utf-8")
-        aside.replace(path)
+        with file_aside(path) as aside:
+            aside.write_text("".join(kept), encoding="utf-8")
 
     def newest_step(self) -> int | None:
         """Return the step of the newest state, or None."""
@@ -200,6 +202,12 @@ class RunFolder:
         folder = self.path / "state"
         found = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()] if folder.is_dir() else []
         return sorted(found, key=lambda p: -int(p.name.removeprefix("step-")))
+
+    def _remove_old(self) -> None:
+        """Remove all states but the newest, and what a process that was killed while it saved left: the folder is held."""
+        torn = (self.path / "state").glob(".step-*")
+        for old in [*self._states()[KEEP:], *torn]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _write_run(self, run: dict[str, Any]) -> None:
         write_json(self.path / "run.json", run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.data.manifest import read_json
 from headway.heads.common.errors import HeadwayError
-from headway.train.redact import hide_secrets
+from headway.heads.common.redact import hide_secrets
 
 BY = {"steps": "step", "tokens": "total_tokens", "minutes": "seconds"}
 """What curves may run along, and the figure that says it."""
@@ -38,10 +38,8 @@ class RunLog:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe, its head's fields under dotted names."""
-        recipe = dict(self.run["recipe"])
-        head = recipe.pop("head", None)
-        return recipe | ({f"head.{k}": v for k, v in head.items()} if isinstance(head, dict) else {})
+        """The resolved recipe, nested fields under dotted names."""
+        return dict(dotted(self.run["recipe"]))
 
     def points(self, name: str, by: str, rows: str = "steps") -> tuple[list[float], list[float]]:
         """Return the places and values of a figure; `agreement_S/1` is number 1 of a list."""
@@ -103,6 +101,19 @@ def state(log: RunLog, now: Callable[[], float] = time.time) -> str:
     left = log.last("left_seconds")
     left_said = f"; then {spell_time(left)} of training steps were left" if left else ""
     return f"not finished: step {spell_count(step)} of {spell_count(total)}{share}, last figures {age} ago{left_said}"
+
+
+def dotted(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested mappings, and of lists of them, under dotted names."""
+    if isinstance(value, dict):
+        inner: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple) and any(isinstance(v, dict) for v in value):
+        inner = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, each in inner:
+        yield from dotted(each, f"{name}.{key}" if name else str(key))
 
 
 def is_number(value: Any) -> bool:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from headway.train.config import TrainConfig
 from headway.train.progress import say
+from headway.train.run_log import dotted
 
 
 def begin_tracking(config: TrainConfig, accelerator: Accelerator, *, continued: bool) -> None:
@@ -54,7 +55,4 @@ def knows_wandb_account() -> bool:
 
 def flat(config: TrainConfig) -> dict[str, Any]:
     """Return the recipe as trackers take it: plain values under dotted names."""
-    fields = config.to_json()
-    head = fields.pop("head")
-    values = {**fields, **{f"head.{k}": v for k, v in head.items()}}
-    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
+    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in dotted(config.to_json())}

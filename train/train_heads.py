@@ -11,7 +11,7 @@ if not __package__:  # run as a file: take this checkout's headway, and nothing 
 import sys
 from collections.abc import Sequence
 
-from headway.heads.common.errors import HeadwayError, spell_os_error
+from headway.heads.common.errors import HeadwayError, Interrupted, spell_os_error
 
 USAGE = """usage: accelerate launch train/train_heads.py RECIPE.yaml [key=value ...]
        headway train RECIPE.yaml [key=value ...]
@@ -39,19 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return estimate(argv)
         config = load_recipe(argv[0], argv[1:])
-        from headway.train.loop import Interrupted, train  # after the recipe: torch takes seconds to import
+        from headway.train.loop import train  # after the recipe: torch takes seconds to import
 
-        try:
-            train(config, argv=argv)
-        except Interrupted as e:
-            print(f"train: {e}", file=sys.stderr)
-            return 130
+        train(config, argv=argv)
     except HeadwayError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except OSError as e:
         print(f"error: {spell_os_error(e)}", file=sys.stderr)
         return 2
+    except Interrupted as e:
+        print(f"train: {e}", file=sys.stderr)
+        return 130
     except KeyboardInterrupt:
         print("train: stopped; the same command continues from the last saved state", file=sys.stderr)
         return 130

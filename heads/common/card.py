@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.heads.common.report_tables import report_tables
+
 CARD = """---
 library_name: headway
 tags:
@@ -140,25 +142,13 @@ def tuned_table(trees: dict[str, Any]) -> list[str]:
 
 
 def report_table(report: dict[str, Any]) -> str:
-    """Return the table of a report of `headway bench` (which has an environment) or `headway eval`.
+    """Return the table of a report of `headway bench`, of one batch size, or `headway eval`, without the note: a command names
+    files of this machine.
 
-    Raises KeyError, TypeError or ValueError where it is neither.
+    Raises KeyError, TypeError, AttributeError or ValueError where it is neither.
     """
-    if "environment" not in report:
-        rows = [
-            tuple(row.get(k) for k in ("category", "prompts", "accepted_length", "tokens")) for row in report["rows"]
-        ]
-        title = f"`headway eval`, {report['dtype']}, {report['tree']}:"
-        return _columns(title, ("category", "prompts", "accepted length", "tokens"), rows)
-    place, prompts, settings = report["environment"], report["prompts"], report["settings"]
-    title = (
-        f"`headway bench`, {place['dtype']}, {place['device']}, {prompts['count']} prompts "
-        f"({', '.join(map(str, prompts['categories']))}), {settings['batch_size']} at once, "
-        f"temperature {settings['temperature']:g}, {place.get('date', 'undated')}:"
-    )
-    keys = ("name", "tree", "tokens_per_s", "ratio_vs_transformers", "ratio_vs_plain", "accepted_length")
-    rows = [tuple(row.get(key) for key in keys) for row in report["rows"]]
-    return _columns(title, ("method", "tree", "tokens/s", "x transformers", "x plain", "accepted length"), rows)
+    (table,) = report_tables(report)
+    return _columns(f"{table.title}:", table.heading, table.rows)
 
 
 def _columns(title: str, heading: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

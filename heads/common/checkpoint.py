@@ -10,10 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headway.heads.common.aside import folder_aside
 from headway.heads.common.card import model_card
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.hub import CARD, CONFIG, WEIGHTS, download, parse_id
@@ -69,7 +66,7 @@ def save_head(
         "data": data or {},
         **({} if lora is None else {"lora": lora}),
     }
-    with written_aside(folder) as aside:
+    with folder_aside(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         if kept is not None:
             write_lora(aside, *kept)
@@ -182,31 +179,6 @@ def other_adapter(what: str, made_with: AdapterInfo | None, given: TargetInfo) -
     if made_with is None:
         return f"{what} was made with the bare target, {now}; leave out --target-adapter"
     return f"{what} was made with adapter {made_with} on the target, {now}; give --target-adapter {made_with.name}"
-
-
-@contextmanager
-def written_aside(folder: Path) -> Iterator[Path]:
-    """Give an empty folder beside `folder`; on leaving without error it takes that name and what had it is removed."""
-    # What a link leads to is written, not the link.
-    folder = folder.resolve() if folder.is_symlink() else folder.absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    before = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
-    try:
-        yield aside
-        for path in aside.iterdir():
-            _to_disk(path)
-        if folder.exists():
-            folder.replace(before)
-        aside.replace(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        if folder.exists():
-            shutil.rmtree(before, ignore_errors=True)
-        elif before.exists():
-            before.replace(folder)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -330,11 +302,6 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise HeadwayError(f"unknown dtype {dtype!r}; allowed: float32, bfloat16, float16")
     return value
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _first_line(error: BaseException) -> str:

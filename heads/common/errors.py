@@ -1,10 +1,14 @@
-"""The one error users see."""
+"""The one error users see, and Ctrl-C with words to it."""
 
 from __future__ import annotations
 
 
 class HeadwayError(ValueError):
     """What was given, what is allowed, and the remedy, in one line. The CLI prints it and exits with code 2."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C was pressed: what is safe, and how to go on. The CLI prints it and exits with code 130."""
 
 
 def spell_os_error(error: OSError) -> str:

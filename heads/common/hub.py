@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.heads.common import lora
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.redact import REMOVED, hide_secrets
 
 CONFIG, WEIGHTS, CARD, TREE = "config.json", "model.safetensors", "README.md", "tree.json"
 FILES = (CONFIG, WEIGHTS, CARD, TREE, lora.CONFIG, lora.WEIGHTS)
@@ -23,18 +24,21 @@ FILES = (CONFIG, WEIGHTS, CARD, TREE, lora.CONFIG, lora.WEIGHTS)
 _ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LIBRARIES = {"huggingface_hub", "hf_xet", "httpx", "httpx2", "httpcore", "httpcore2", "requests"}
-_SECRETS = (
-    (re.compile(r"\bhf_(oauth_|jwt_)?[A-Za-z0-9._-]{8,}"), "***"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{4,}"), r"\1 ***"),
-    (re.compile(r"(https?://)[^\s/@'\"]+@"), r"\1"),
-    (re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*"), r"\1"),  # uploads are signed in the query
-)
+_HEADER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{4,}")
+_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
+"""Of an address: uploads are signed in it."""
 
 
 def parse_id(text: str) -> tuple[str, str | None] | None:
     """Return (owner/name, revision or None) of a hub id `owner/name[@revision]`; None for any other text."""
     found = _ID.fullmatch(text)
     return (found["repo"], found["revision"]) if found else None
+
+
+def run_head(given: str) -> str:
+    """Return `given`, what names a head, or the `head` folder in it when it is a training run."""
+    inside = Path(given).expanduser() / "head"
+    return str(inside) if (inside / CONFIG).is_file() else given
 
 
 def is_commit(revision: str | None) -> bool:
@@ -148,15 +152,13 @@ def say(error: Exception, token: str | None = None) -> str:
 
 
 def scrub(text: str, token: str | None = None) -> str:
-    """Return `text` without tokens, passwords and what a signed address is signed with."""
+    """Return `text` without this token and the client's, what `hide_secrets` knows, and what a signed address is signed with."""
     from huggingface_hub import get_token
 
     for secret in {token, get_token(), os.environ.get("HF_TOKEN")}:
         if secret:
-            text = text.replace(secret, "***")
-    for pattern, instead in _SECRETS:
-        text = pattern.sub(instead, text)
-    return text
+            text = text.replace(secret, REMOVED)
+    return hide_secrets(_HEADER.sub(rf"\1 {REMOVED}", _QUERY.sub(r"\1", text)))
 
 
 def cause(error: Exception, token: str | None = None) -> Exception | None:

@@ -28,7 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway.heads.common.checkpoint import CONFIG, WEIGHTS, written_aside
+from headway.heads.common.aside import folder_aside
+from headway.heads.common.checkpoint import CONFIG, WEIGHTS
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import HeadConfig, TargetInfo
 from headway.heads.formats.damage import NOTE, TAP_IDS, check_config, check_tensors
@@ -183,7 +184,7 @@ def write_folder(folder: Path, foreign: Foreign) -> None:
     others = sorted(path.name for path in folder.iterdir() if path.name not in OURS) if folder.is_dir() else []
     if others:
         raise HeadwayError(f"{folder} holds {others[0]!r} beside an export, which would be lost; give a new folder")
-    with written_aside(folder) as aside:
+    with folder_aside(folder) as aside:
         save_file(foreign.tensors, aside / foreign.weights, metadata={"format": "pt"})
         text = json.dumps(foreign.config, indent=2, ensure_ascii=False) + "\n"
         (aside / CONFIG).write_text(text, encoding="utf-8")

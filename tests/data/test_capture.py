@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +20,14 @@ from headway.data.manifest import read_json, write_json
 from headway.data.prompts import Row
 from headway.data.recorded import Recorded
 from headway.data.shards import Shard, Store, write_shard
+from headway.heads.common import aside as aside_module
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.losses import label_positions
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.train.batches import make_batches, make_rows
 from headway.train.features import Features
+from tests.kills import Moment, killed, needs_fork
 
 TAPS = (0, 1, "last")
 
@@ -86,30 +87,51 @@ def test_training_reads_what_it_would_compute(
             assert a.argmax_BT[at].equal(logits.argmax(-1))
 
 
-@pytest.mark.parametrize(("store", "killed_at"), [("bfloat16", 0), ("bfloat16", 3), ("int8", 2)])
-def test_a_killed_capture_ends_with_the_same_bytes(
-    target: Target, dialogs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Store, killed_at: int
+MOMENTS = [
+    Moment("as the manifest is written", Path, "replace", of="manifest.json"),
+    Moment("in the first pass of the target", Target, "features"),
+    Moment("in a later pass", Target, "features", call=8),
+    Moment("as the first shard is written", shards_module, "save_file", how="half"),
+    Moment("as the third shard is written", shards_module, "save_file", call=3, how="half"),
+    Moment("before the third shard is written", module, "write_shard", of="capture-00002"),
+    Moment("as a shard goes to the disk", aside_module, "_to_disk", call=3),
+    Moment("as a shard gets its name", Path, "replace", of="capture-00001"),
+    Moment("once a shard has its name", Path, "replace", of="capture-00001", how="after"),
+    Moment("as the last shard gets its name", Path, "replace", of="capture-00004"),
+]
+
+
+@needs_fork
+@pytest.mark.parametrize("store", ["bfloat16", "int8"])
+def test_a_capture_killed_anywhere_ends_with_the_same_bytes(
+    target: Target, dialogs: Path, tmp_path: Path, store: Store
 ) -> None:
     capture(target, dialogs, TAPS, out=tmp_path / "whole", store=store, show=False)
-    real, written = os.fsync, []
+    whole = digests(tmp_path / "whole")
+    for moment in MOMENTS if store == "bfloat16" else MOMENTS[3:5]:
+        out = tmp_path / moment.what
+        killed(lambda out=out: capture(target, dialogs, TAPS, out=out, store=store, show=False), moment)  # type: ignore[misc]
+        there = digests(out)
+        assert len(there) < len(whole) or moment.how == "after"
+        assert there.items() <= whole.items(), moment  # whole ones, or none
+        counts = capture(target, dialogs, TAPS, out=out, store=store, show=False)
+        assert counts["kept"] == len(there)
+        assert digests(out) == whole, moment
+        assert sorted(p.name for p in out.iterdir()) == [".lock", *sorted(whole), "manifest.json"], moment
+        assert read_json(out / "manifest.json") == read_json(tmp_path / "whole" / "manifest.json"), moment
 
-    def killed(number: int) -> None:
-        written.append(number)
-        if len(written) > killed_at + 1:  # the first is the manifest's
-            raise KeyboardInterrupt
-        real(number)
 
-    monkeypatch.setattr(shards_module.os, "fsync", killed)
-    with pytest.raises(KeyboardInterrupt):
-        capture(target, dialogs, TAPS, out=tmp_path / "cut", store=store, show=False)
-    monkeypatch.setattr(shards_module.os, "fsync", real)
-    assert len(digests(tmp_path / "cut")) == killed_at
-    assert list((tmp_path / "cut").glob(".*.tmp"))  # what it was at
-    counts = capture(target, dialogs, TAPS, out=tmp_path / "cut", store=store, show=False)
-    assert counts["kept"] == killed_at
-    assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
-    assert not list((tmp_path / "cut").glob(".*.tmp"))
-    assert read_json(tmp_path / "cut" / "manifest.json") == read_json(tmp_path / "whole" / "manifest.json")
+@needs_fork
+def test_a_capture_killed_again_and_again_ends_with_the_same_bytes(
+    target: Target, dialogs: Path, tmp_path: Path
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    capture(target, dialogs, TAPS, out=whole, show=False)
+    again = Moment("one shard further", shards_module, "save_file", call=2, how="half")
+    for _ in range(1, len(digests(whole))):
+        killed(lambda: capture(target, dialogs, TAPS, out=cut, show=False), again)
+    assert capture(target, dialogs, TAPS, out=cut, show=False)["made"] == 1
+    assert digests(cut) == digests(whole)
 
 
 def test_more_dialogs_are_added_and_whole_shards_stay(target: Target, dialogs: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
 import shutil
-import signal
+import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from headway import foreign
 from headway.foreign_commands import import_head
-from headway.heads.common import checkpoint
+from headway.heads.common import aside
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head, find_family
@@ -30,6 +28,7 @@ from headway.heads.formats.layout import LAYOUTS, find_layout, layouts_of, read_
 from headway.inference.parity import write
 from tests import tiny
 from tests.heads.test_contract import small
+from tests.kills import Moment, killed, needs_fork
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -406,39 +405,74 @@ def test_a_link_is_written_through(made, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "link"]
 
 
-def killed_while(writing: Callable[[], Any], moment: str, monkeypatch) -> int:
-    """Return how a child ended that writes and kills itself at a moment of it."""
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        if moment == "save_file":
-            args[1].write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    where = {"save_file": layout_module, "_to_disk": checkpoint, "write_text": Path, "replace": Path}[moment]
-    with warnings.catch_warnings(), monkeypatch.context() as m:
-        warnings.simplefilter("ignore")  # of forks beside threads
-        m.setattr(where, moment, die)
-        child = os.fork()
-        if not child:
-            with contextlib.suppress(BaseException):
-                writing()
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+MOMENTS = [
+    Moment("as the weights are written", layout_module, "save_file", how="half"),
+    Moment("as config.json is written", Path, "write_text", of="config.json"),
+    Moment("as it goes to the disk", aside, "_to_disk"),
+    Moment("as it gets its name", Path, "replace"),
+]
+BETWEEN = Moment("when the earlier one has lost its name", Path, "replace", call=2)
 
 
-@pytest.mark.parametrize("moment", ["save_file", "write_text", "_to_disk", "replace"])
+@needs_fork
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_kill_leaves_no_part(made, tmp_path, monkeypatch, moment, earlier):
-    """Killed at each step of the writing: the folder is not there, or is the one that was."""
+def test_a_kill_leaves_no_part(made, tmp_path, moment, earlier):
+    """Killed at each step of the writing: the folder is not there, or is the one that was; the next export clears up."""
     source, out = str(made / "head-eagle3"), tmp_path / "out"
     if earlier:
         foreign.export(source, "sglang", out)
-    assert killed_while(lambda: foreign.export(source, "vllm", out), moment, monkeypatch) == -signal.SIGKILL
+    killed(lambda: foreign.export(source, "vllm", out), moment)
     assert out.exists() is earlier
     if earlier:
         assert read_folder(out).config["headway"]["layout"] == "sglang"
+    assert len(list(tmp_path.iterdir())) == 1 + earlier
     foreign.export(source, "vllm", out)
     assert read_folder(out).config["headway"]["layout"] == "vllm"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@needs_fork
+def test_what_was_to_be_replaced_is_not_lost(made, tmp_path):
+    """Killed between the two renames, and then an export that is refused: the earlier one has its name back."""
+    source, out = str(made / "head-eagle3"), tmp_path / "out"
+    foreign.export(source, "sglang", out)
+    killed(lambda: foreign.export(source, "vllm", out), BETWEEN)
+    assert not out.exists()
+    with pytest.raises(ZeroDivisionError), aside.folder_aside(out):
+        1 / 0  # noqa: B018
+    assert read_folder(out).config["headway"]["layout"] == "sglang"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_only_what_the_dead_of_this_machine_left_is_removed(tmp_path, capsys):
+    host, out = socket.gethostname(), tmp_path / "out"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    parent = tmp_path / f".out.{os.getppid()}@{host}.tmp"
+    other = tmp_path / f".out.{gone.pid}@elsewhere.tmp"
+    strange = [tmp_path / name for name in (".out.tmp", f".out2.{gone.pid}@{host}.tmp", ".out.1@.tmp")]
+    dead = tmp_path / f".out.{gone.pid}@{host}.tmp"
+    reused = tmp_path / f".out.{os.getppid()}@{host}.old"  # its number went to a process that began after it was left
+    for path in (parent, other, dead, *strange):
+        path.write_text("part")
+    reused.mkdir()
+    os.utime(reused, (0, 0))
+    for _ in range(2):
+        with aside.folder_aside(out) as folder:
+            (folder / "x").write_text("x")
+    assert {*tmp_path.iterdir()} == {out, parent, other, *strange}
+    err = capsys.readouterr().err
+    assert err.count(str(other)) == 1
+    assert "elsewhere" in err
+    with aside.file_aside(tmp_path / "report.json") as part:
+        dead = part.with_name(part.name.replace(str(os.getpid()), str(gone.pid)))
+        dead.write_text("")
+        part.write_text("{}")
+    with aside.file_aside(tmp_path / "report.json") as part:
+        assert not dead.exists()
+        part.write_text("[]")
+    assert (tmp_path / "report.json").read_text() == "[]"
 
 
 LOW: list[tuple[str, str, dict[str, Any]]] = [

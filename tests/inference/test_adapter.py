@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from headway import inputs
 from headway.heads.common.checkpoint import load_head, read_config, save_head
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head, find_family
 from headway.inference.adapter import attach, read_adapter
+from headway.inference.bench import environment
 from headway.inference.generate import Request, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import parse_policy
+from headway.inference.tune import read_policies, save_policy
 from tests.tiny import build, byte_tokenizer, target
 
 peft = pytest.importorskip("peft")
@@ -314,3 +317,27 @@ def test_a_copy_of_the_model_stays_bare(adapter: Path) -> None:
     attach(model, adapter)
     assert target(twin, mode="tree").info.adapter is None
     assert target(model, mode="tree").info.adapter is not None
+
+
+def test_a_tree_tells_an_attached_adapter_from_a_merged_one(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare_target, attached, merged = target(bare()), carrying(adapter), carrying(adapter, merge=True)
+    assert [t.carries for t in (bare_target, attached, merged)] == ["", "adapter attached", "adapter merged"]
+    assert [str(environment(t)["adapter"]).rpartition(", ")[2] for t in (attached, merged)] == ["attached", "merged"]
+    row = {"policy": "chain:2", "accepted_length": 2.0, "round_ms": 12.0, "tokens_per_ms": 0.17}
+    save_policy(tmp_path, attached, {"policy": "chain:2", "plain_ms": 10.0, "candidates": [row]})
+    save_head(make_head(attached), tmp_path / "head", target=attached.info)
+    (tmp_path / "tree.json").replace(tmp_path / "head" / "tree.json")
+    head = str(tmp_path / "head")
+    assert inputs.saved_tree(head, attached) == parse_policy("chain:2")
+    assert inputs.economy(head, attached, None).prices
+    assert capsys.readouterr().err == ""
+    for other, words in ((merged, "cpu float32, adapter merged"), (bare_target, "cpu float32")):
+        assert inputs.saved_tree(head, other) is None
+        assert f"was tuned for cpu float32, adapter attached; not for {words}\n" in capsys.readouterr().err
+        assert not inputs.economy(head, other, None).prices
+    save_policy(head, merged, {"policy": "off", "plain_ms": 10.0, "candidates": [row]})
+    assert set(read_policies(head)) == {"cpu float32, adapter attached", "cpu float32, adapter merged"}
+    attached.model.merge_adapter()  # by who holds the model
+    assert attached.carries == "adapter merged"

@@ -14,11 +14,11 @@ import pytest
 
 from headway.heads.common.checkpoint import read_config
 from headway.heads.common.errors import HeadwayError
+from headway.heads.common.redact import REMOVED, without_secrets
 from headway.inference.target import Target
 from headway.train import provenance, setup, trackers
 from headway.train.config import TrainConfig
 from headway.train.loop import train
-from headway.train.redact import REMOVED, without_secrets
 
 Make = Callable[..., TrainConfig]
 
@@ -99,6 +99,7 @@ def test_secrets_of_a_command_are_not_kept() -> None:
     given += [
         "https://host/v1?x=1&access_token=abc",
         "hf_" + "a" * 30,
+        "hf_oauth_" + "a" * 10 + ".abc",
         "x=sk-" + "b" * 30,
         "--secret",
         "--next",

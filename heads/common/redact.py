@@ -1,14 +1,16 @@
-"""Keys and passwords that stand in a command or a URL are not written down: by the name before them, or by their look."""
+"""Keys and passwords that stand in a command, a URL or an error are not written down: by the name before them, or their look."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-REMOVED = "(removed)"
+REMOVED = "***"
 _SECRET_NAME = re.compile(r"(?:.*[._-])?(?:token|(?:api)?key|password|passwd|secret|credentials?|authorization)", re.I)
 """A name that ends so: hf_token, --api-key; not tokens_per_batch, token_weight or top_k."""
-_SECRET_LOOK = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|ghp_\w{16,}|eyJ[\w-]{16,}\.[\w.-]+)")
+_SECRET_LOOK = re.compile(
+    r"\b(?:hf_(?:(?:oauth|jwt)_[\w.-]{8,}|[A-Za-z0-9]{16,})|sk-[\w-]{16,}|ghp_\w{16,}|eyJ[\w-]{16,}\.[\w.-]+)"
+)
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 _URL_QUERY = re.compile(r"([?&]([\w.-]+)=)[^&#\s]+")
 
