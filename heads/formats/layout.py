@@ -312,12 +312,14 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
         return "vllm", "medusa"
     if any(re.search(r"(^|\.)\d+\.\d+\.linear\.weight$", name) for name in names):
         return "medusa", "medusa"
+    if "mask_hidden" in names:
+        return "vllm", "peagle"
     if any(re.match(r"(midlayer|layers\.0)\.hidden_norm\.", name) for name in names):
         asked = (config.get("eagle_config") or {}).get(TAP_IDS) or config.get(TAP_IDS)
         return (None if asked else "eagle"), "eagle3"
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return "eagle", "eagle"
     raise HeadwayError(
-        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3 and Medusa "
+        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3, P-EAGLE and Medusa "
         f"in the layouts {', '.join(LAYOUTS)}"
     )

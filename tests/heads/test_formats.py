@@ -32,6 +32,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-residual": ("eagle3", {"norm_before_residual": True}),
     "eagle": ("eagle", {"draft_vocab_size": 0}),
     "eagle-bias": ("eagle", {"draft_vocab_size": 0, "bias": True}),
+    "peagle": ("peagle", {"draft_vocab_size": 64, "depths": 4, "num_layers": 2}),
+    "peagle-full": ("peagle", {"draft_vocab_size": 0, "num_layers": 1, "mask_token_id": 0}),
     "medusa-draft": ("medusa", {}),
     "medusa-own": ("medusa", {"lm_head": "own", "num_heads": 3}),
     "medusa-shared": ("medusa", {"lm_head": "shared"}),
