@@ -200,7 +200,7 @@ class DraftLayer(nn.Module):
                 all_inputs[:, -D:].copy_(weight)
 
     @torch.no_grad()
-    def begin_as_identity(self, source: dict[str, Tensor], feature_norm: str) -> None:
+    def begin_as_identity(self, source: dict[str, Tensor], feature_norm: str | None = None) -> None:
         """As `copy_from`, but with projections out of attention and MLP at zero, so that an untrained layer changes
         nothing."""
         self.copy_from(source, feature_norm)

@@ -31,7 +31,7 @@ from torch import Tensor
 from headway.heads.common.checkpoint import CONFIG, WEIGHTS, written_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import HeadConfig, TargetInfo
-from headway.heads.formats.damage import NOTE, TAP_IDS, check_config, check_tensors
+from headway.heads.formats.damage import MASK_TOKEN, NOTE, TAP_IDS, check_config, check_tensors
 
 LAYOUTS = ("vllm", "sglang", "speculators", "eagle", "medusa", "tgi")
 OURS = (CONFIG, WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -312,9 +312,10 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
         return "vllm", "medusa"
     if any(re.search(r"(^|\.)\d+\.\d+\.linear\.weight$", name) for name in names):
         return "medusa", "medusa"
-    if "mask_hidden" in names:
+    fused = any(re.match(r"(midlayer|layers\.0)\.hidden_norm\.", name) for name in names)
+    if "mask_hidden" in names or fused and any(config.get(key) is not None for key in MASK_TOKEN):
         return "vllm", "peagle"
-    if any(re.match(r"(midlayer|layers\.0)\.hidden_norm\.", name) for name in names):
+    if fused:
         asked = (config.get("eagle_config") or {}).get(TAP_IDS) or config.get(TAP_IDS)
         return (None if asked else "eagle"), "eagle3"
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
