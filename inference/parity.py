@@ -146,7 +146,9 @@ def compare(
         return Parity(0, faults=[f"the engine drafts {reading.depth} tokens at most, the head {head.max_depth}"])
     most = reading.depth or (head.max_depth if head is not None else None)
     if most is not None and (reading.asked or 0) > most:
-        return Parity(0, faults=[f"config.json lets a server draft {reading.asked} tokens, the head was trained on {most}"])
+        return Parity(
+            0, faults=[f"config.json lets a server draft {reading.asked} tokens, the head was trained on {most}"]
+        )
     depth = min(depth, most or depth)
     every = max(depth, most or depth)  # beyond the chain's depth too, where a head has a last one
     if all(len(tokens) <= prompt + every for tokens, prompt in texts):

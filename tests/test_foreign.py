@@ -142,7 +142,10 @@ def damage(source: Path, out: Path, tensors: Callable[[dict[str, Any]], Any] | N
         tensors(held)
         save_file(held, path)
     written = json.loads((out / "config.json").read_text())
-    inner = {"transformer_layer_config": written.get("transformer_layer_config", {}) | config.get("transformer_layer_config", {})}
+    inner = {
+        "transformer_layer_config": written.get("transformer_layer_config", {})
+        | config.get("transformer_layer_config", {})
+    }
     written |= config | (inner if inner["transformer_layer_config"] else {})
     written = {k: v for k, v in written.items() if v is not None and k != "headway"}
     (out / "config.json").write_text(json.dumps(written))
@@ -174,7 +177,7 @@ FAULTS = {
     "eagle, no bias": ("eagle", "sglang", {"tensors": without("fc.bias")}, "missing: fc.bias"),
     "eagle, a bias": ("eagle", "vllm", {"tensors": lambda held: held.update({"fc.bias": torch.ones(64)})}, "extra: fc.bias"),
     "eagle, a norm": ("eagle", "vllm", {"tensors": lambda held: held.update({"norm.weight": torch.ones(64)})}, "extra: norm"),
-    "peagle, a tensor is missing": ("peagle", "vllm", {"tensors": without("layers.1.mlp.down_proj.weight")}, "missing: .*1.mlp.down"),
+    "peagle, a tensor is missing": ("peagle", "vllm", {"tensors": without("layers.1.mlp.down_proj.weight")}, "missing: .*1.mlp"),
     "peagle, a layer less": ("peagle", "vllm", {"num_hidden_layers": 1}, "extra: layers.1"),
     "peagle, a layer more": ("peagle", "speculators", {"transformer_layer_config": {"num_hidden_layers": 3}}, "missing: layers.2"),
     "peagle, nothing for what is to come": ("peagle", "vllm", {"tensors": without("mask_hidden")}, "missing: mask_hidden"),

@@ -200,10 +200,15 @@ class DraftLayer(nn.Module):
                 all_inputs[:, -D:].copy_(weight)
 
     @torch.no_grad()
-    def begin_as_identity(self, source: dict[str, Tensor], feature_norm: str | None = None) -> None:
+    def begin_as_identity(self, source: dict[str, Tensor], feature_norm: str) -> None:
         """As `copy_from`, but with projections out of attention and MLP at zero, so that an untrained layer changes
         nothing."""
         self.copy_from(source, feature_norm)
+        self.silence()
+
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Set the projections out of attention and MLP to zero: the layer then changes nothing, and can learn to."""
         self.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()
 

@@ -79,7 +79,9 @@ _DRAFT_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), ("a number above 0", _is_number)),
     **dict.fromkeys(_FLAGS, ("true or false", _is(bool))),
     **dict.fromkeys(_ROPES, ("an object", _is(dict))),
-    **dict.fromkeys(MASK_TOKEN, ("a token, 0 or more", lambda v: _is_count(v) or (v == 0 and isinstance(v, int) and v is not False))),
+    **dict.fromkeys(
+        MASK_TOKEN, ("a token, 0 or more", lambda v: _is_count(v) or (v == 0 and isinstance(v, int) and v is not False))
+    ),
     **dict.fromkeys(("hidden_act", "speculators_model_type"), ("a name", _is(str))),
 }
 """The same, of a head that has the config to itself."""

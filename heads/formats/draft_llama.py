@@ -196,7 +196,12 @@ def read(foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], info: 
 
 
 def complete(
-    family: str, foreign: Foreign, config: dict[str, Any], tensors: dict[str, Tensor], info: TargetInfo, w: TargetWeights
+    family: str,
+    foreign: Foreign,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    info: TargetInfo,
+    w: TargetWeights,
 ) -> None:
     """Add what files may leave out, the target's LM head and t2d. Raises HeadwayError, naming it, for what cannot be made up
     or is contradicted."""
@@ -296,9 +301,7 @@ def read_eagle(foreign: Foreign, info: TargetInfo, w: TargetWeights) -> Saved:
     return Saved("eagle", head, {ours: tensors[theirs] for ours, theirs in names.items()}, info)
 
 
-def plain_names(
-    foreign: Foreign, config: dict[str, Any], w: TargetWeights, several: bool = False
-) -> dict[str, Tensor]:
+def plain_names(foreign: Foreign, config: dict[str, Any], w: TargetWeights, several: bool = False) -> dict[str, Tensor]:
     """Return the tensors under the names of `layers.0`, without the target's embedding.
 
     Raises HeadwayError for another embedding, another activation or, unless there may be `several`, more layers.

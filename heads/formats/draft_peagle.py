@@ -51,7 +51,12 @@ def write(saved: Saved, layout: str) -> tuple[dict[str, Tensor], dict[str, Any],
 
 
 def read(
-    foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], depths: int | None, info: TargetInfo, w: TargetWeights
+    foreign: Foreign,
+    config: dict[str, Any],
+    taps: tuple[int, ...],
+    depths: int | None,
+    info: TargetInfo,
+    w: TargetWeights,
 ) -> Saved:
     """Return the P-EAGLE head of the tensors and of a draft's LlamaConfig; sizes and layers are counted and checked against it.
 

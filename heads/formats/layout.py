@@ -308,6 +308,11 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
         return note["layout"], note["family"]
     if "speculators_model_type" in config:
         return "speculators", str(config["speculators_model_type"])
+    if any(re.search(r"(^|\.)hydra_(mlp|lm_head)\.", name) for name in names):
+        raise HeadwayError(
+            "a head of the Hydra repository: its LM heads and skips have biases and its prefix layer a norm after it, which "
+            "headway's hydra has not; it cannot be imported, train family hydra instead"
+        )
     if any(re.match(r"blocks\.\d+\.layers\.", name) for name in names):
         return "vllm", "medusa"
     if any(re.search(r"(^|\.)\d+\.\d+\.linear\.weight$", name) for name in names):
@@ -321,6 +326,6 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return "eagle", "eagle"
     raise HeadwayError(
-        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3, P-EAGLE and Medusa "
-        f"in the layouts {', '.join(LAYOUTS)}"
+        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3, P-EAGLE and "
+        f"Medusa in the layouts {', '.join(LAYOUTS)}"
     )

@@ -514,9 +514,7 @@ def _read_peagle(
     return reading, found + more + about
 
 
-def _parallel(
-    layout: str, config: dict[str, Any], info: TargetInfo
-) -> tuple[int | None, int | None, list[Finding]]:
+def _parallel(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[int | None, int | None, list[Finding]]:
     """Return the token at positions not yet known, the tokens that a server is to draft, and the findings."""
     found, asked = [], None
     named = {key: config[key] for key in MASK_TOKEN if config.get(key) is not None}

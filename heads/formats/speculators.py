@@ -111,7 +111,11 @@ def _inner(foreign: Foreign, info: TargetInfo, norm_before_residual: bool) -> tu
     if not isinstance(layer, dict):
         raise HeadwayError("config.json has no transformer_layer_config; download or convert the head again")
     ids = outer.get(TAP_IDS) or draft_llama.usual_inputs(info)
-    flags = {name: outer.get(name, norm_before_residual and name == "norm_before_residual") for name in OUTER if "norm" in name}
+    flags = {
+        name: outer.get(name, norm_before_residual and name == "norm_before_residual")
+        for name in OUTER
+        if "norm" in name
+    }
     config = layer | flags | {"draft_vocab_size": outer.get("draft_vocab_size")}
     return config, draft_llama.taps_of_inputs(sorted(ids))
 

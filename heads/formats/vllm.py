@@ -32,7 +32,9 @@ def write_peagle(saved: Saved, weights: TargetWeights | None) -> Foreign:
     """Return the files of a P-EAGLE head."""
     tensors, config, taps = draft_peagle.write(saved, "vllm")
     foreign = Foreign(tensors, draft_llama.with_ids(config, [tap + 1 for tap in taps]))
-    foreign.said.append("vLLM 0.16 and later draft with P-EAGLE heads, given parallel_drafting; without it they draft badly")
+    foreign.said.append(
+        "vLLM 0.16 and later draft with P-EAGLE heads, given parallel_drafting; without it they draft badly"
+    )
     return foreign
 
 
@@ -89,7 +91,11 @@ def read_medusa(foreign: Foreign, info: TargetInfo, weights: TargetWeights) -> S
 def serve(family: str, folder: str, target: str, tokens: int) -> str:
     """Return the command that serves the target with the head."""
     parallel = family == "peagle"
-    method: dict[str, Any] = {"method": "eagle3" if parallel else family, "model": folder, "num_speculative_tokens": tokens}
+    method: dict[str, Any] = {
+        "method": "eagle3" if parallel else family,
+        "model": folder,
+        "num_speculative_tokens": tokens,
+    }
     method |= {"parallel_drafting": True} if parallel else {}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(method))}"
 
