@@ -409,7 +409,7 @@ def test_a_published_peagle_head_comes_in(target, tmp_path):
         ({"ptd_token_id": 272}, "mask_token_id is 272"),
         ({"ptd_token_id": -1}, "ptd_token_id -1"),
     ):
-        edit(folder, **(kept | change))
+        edit(folder, **({"pard_token": ...} | kept | change))
         with pytest.raises(HeadwayError, match=named):
             foreign.imported(folder, None, target)
 
