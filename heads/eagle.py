@@ -96,13 +96,17 @@ class Head(IdsHead):
 
     @torch.no_grad()
     def warm_start(self) -> None:
-        """Begin as the target's last layer on the feature, with the token's embedding little heard."""
+        """Begin by repeating the feature, with the token's embedding little heard and a layer that writes nothing yet.
+
+        The target's last layer is no start: it reads and writes at the scale of what the final norm reads, and the feature
+        comes after that norm.
+        """
         D = self.config.hidden_size
         self.fc.weight.normal_(std=0.002)
         self.fc.weight[:, D:] += torch.eye(D)
         if self.config.bias:
             self.fc.bias.zero_()
-        self.layer.copy_from(self.frozen.layer_weights(self.frozen.info.num_layers - 1))
+        self.layer.silence()
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the target's token embeddings in the head's dtype."""

@@ -142,6 +142,7 @@ def serving_command(layout: str, foreign: Foreign, out: Path) -> str:
     """Return the command that serves the target with an exported head."""
     note = foreign.config[NOTE]
     tokens = min(TOKENS, foreign.config.get("num_heads") or foreign.config.get("medusa_num_heads") or TOKENS)
+    tokens = note.get("depths") or tokens  # of P-EAGLE, whose tokens all cost one pass
     command: str = find_layout(layout).serve(note["family"], str(out), note["target"], tokens)
     return command
 

@@ -142,10 +142,15 @@ def compare(
 
     Without a head, the reading is compared with what else the folder might have been meant to be (see Reading.others).
     """
-    if head is not None and (reading.depth, head.max_depth) != (None, None) and reading.depth != head.max_depth:
+    if head is not None and reading.depth is not None and reading.depth != head.max_depth:
         return Parity(0, faults=[f"the engine drafts {reading.depth} tokens at most, the head {head.max_depth}"])
-    depth = min(depth, reading.depth or depth)
-    every = max(depth, reading.depth or depth)  # of Medusa, the heads beyond the chain's depth too
+    most = reading.depth or (head.max_depth if head is not None else None)
+    if most is not None and (reading.asked or 0) > most:
+        return Parity(
+            0, faults=[f"config.json lets a server draft {reading.asked} tokens, the head was trained on {most}"]
+        )
+    depth = min(depth, most or depth)
+    every = max(depth, most or depth)  # beyond the chain's depth too, where a head has a last one
     if all(len(tokens) <= prompt + every for tokens, prompt in texts):
         raise HeadwayError(
             f"the target wrote no more than {max((len(t) - p for t, p in texts), default=0)} tokens after a prompt, the comparison "

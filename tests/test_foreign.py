@@ -21,6 +21,7 @@ from headway import foreign
 from headway.cli import main
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.protocol import Batch, Head
+from headway.heads.formats.damage import MASK_TOKEN
 from headway.heads.formats.layout import layouts_of, read_folder
 from headway.heads.formats.reference import Reading, read
 from headway.inference.generate import Request, generate
@@ -47,10 +48,11 @@ def texts(target) -> list[Text]:
 
 @pytest.fixture(scope="module")
 def fitted(target, texts) -> dict[str, Head]:
-    """An EAGLE-3 head and two kinds of Medusa head, fitted to what the target answers."""
+    """Heads of every family that has a layout, fitted to what the target answers."""
     heads = {"eagle3": small("eagle3", target, draft_vocab_size=0), "shared": small("medusa", target, lm_head="shared")}
     heads["eagle"] = small("eagle", target, draft_vocab_size=0)
     heads["options"] = small("eagle3", target, fc_norm=True, norm_output=True, norm_before_residual=True)
+    heads["peagle"] = small("peagle", target, draft_vocab_size=0, num_layers=2, depths=4)
     heads["medusa"] = small("medusa", target, num_heads=3, lm_head="own")
     for name, head in heads.items():
         told = answers(target, texts, [*head.config.taps, "last"])
@@ -90,6 +92,7 @@ def exports(target, fitted, tmp_path_factory) -> Callable[[str, str], Path]:
 
 
 EVERY = [("eagle3", x) for x in layouts_of("eagle3")] + [("eagle", x) for x in layouts_of("eagle")]
+EVERY += [("peagle", x) for x in layouts_of("peagle")]
 EVERY += [(n, x) for n in ("medusa", "shared") for x in layouts_of("medusa")]
 
 
@@ -109,7 +112,7 @@ def test_options_of_eagle3(target, texts, fitted, exports):
         assert foreign.check(exports("options", layout), target, texts, head=fitted["options"]).faults == []
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "peagle", "medusa"])
 def test_simulated_rounds_are_those_of_decoding(target, texts, fitted, exports, name):
     head = fitted[name]
     requests = [Request(ids, Settings(max_new_tokens=NEW), i) for i, ids in enumerate(PROMPTS)]
@@ -138,7 +141,12 @@ def damage(source: Path, out: Path, tensors: Callable[[dict[str, Any]], Any] | N
     if tensors is not None:
         tensors(held)
         save_file(held, path)
-    written = json.loads((out / "config.json").read_text()) | config
+    written = json.loads((out / "config.json").read_text())
+    inner = {
+        "transformer_layer_config": written.get("transformer_layer_config", {})
+        | config.get("transformer_layer_config", {})
+    }
+    written |= config | (inner if inner["transformer_layer_config"] else {})
     written = {k: v for k, v in written.items() if v is not None and k != "headway"}
     (out / "config.json").write_text(json.dumps(written))
     return out
@@ -157,6 +165,7 @@ def noisy(name: str) -> Callable[[dict[str, Any]], Any]:
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+MORE = {"proposal_methods": [{"speculative_tokens": 5}], "verifier": {"name_or_path": "tiny"}}
 FAULTS = {
     "a tensor is missing": ("eagle3", "vllm", {"tensors": without("midlayer.mlp.down_proj.weight")}, "missing: .*down_proj"),
     "a tensor is missing, sglang": ("eagle3", "sglang", {"tensors": without("fc.weight")}, "missing: fc.weight"),
@@ -168,6 +177,23 @@ FAULTS = {
     "eagle, no bias": ("eagle", "sglang", {"tensors": without("fc.bias")}, "missing: fc.bias"),
     "eagle, a bias": ("eagle", "vllm", {"tensors": lambda held: held.update({"fc.bias": torch.ones(64)})}, "extra: fc.bias"),
     "eagle, a norm": ("eagle", "vllm", {"tensors": lambda held: held.update({"norm.weight": torch.ones(64)})}, "extra: norm"),
+    "peagle, a tensor is missing": ("peagle", "vllm", {"tensors": without("layers.1.mlp.down_proj.weight")}, "missing: .*1.mlp"),
+    "peagle, a layer less": ("peagle", "vllm", {"num_hidden_layers": 1}, "extra: layers.1"),
+    "peagle, a layer more": ("peagle", "speculators", {"transformer_layer_config": {"num_hidden_layers": 3}}, "missing: layers.2"),
+    "peagle, nothing for what is to come": ("peagle", "vllm", {"tensors": without("mask_hidden")}, "missing: mask_hidden"),
+    "peagle, zeros for what is to come": ("peagle", "vllm", {"tensors": zeroed("mask_hidden")}, "logits differ"),
+    "peagle, no mask token": ("peagle", "vllm", dict.fromkeys(MASK_TOKEN), "no mask_token_id"),
+    "peagle, no mask token, speculators": ("peagle", "speculators", {"mask_token_id": None}, "no mask_token_id"),
+    "peagle, another mask token": ("peagle", "vllm", dict.fromkeys(MASK_TOKEN, 7), "logits differ"),
+    "peagle, another in older vLLM": ("peagle", "vllm", {"ptd_token_id": 7}, "mask tokens .* differ"),
+    "peagle, a mask token that is not there": ("peagle", "vllm", dict.fromkeys(MASK_TOKEN, 272), "mask token is 272"),
+    "peagle, more tokens than it learnt": ("peagle", "speculators", {"speculators_config": MORE}, "5 tokens, .* trained on 4"),
+    "peagle, a norm that vLLM does not see": ("peagle", "speculators", {"fc_norm": True}, "does not read it"),
+    "peagle, taps one off": ("peagle", "vllm", {IDS: [1, 3, 4], "eagle_config": {IDS: [1, 3, 4]}}, r"taps \[0, 2, 3\]"),
+    "peagle, taps not written": ("peagle", "vllm", {IDS: None, "eagle_config": None}, "are not written"),
+    "peagle, the norm's flag": ("peagle", "vllm", {"norm_before_residual": True}, "logits differ"),
+    "peagle, NaN": ("peagle", "vllm", {"tensors": lambda held: held["mask_hidden"].fill_(torch.nan)}, "not finite: mask_h"),
+    "peagle, random": ("peagle", "speculators", {"tensors": noisy("layers.1.mlp.down_proj.weight")}, "logits differ"),
     "no LM head": ("medusa", "vllm", {"tensors": without(*(f"lm_heads.{i}.weight" for i in range(3)))}, "missing: words.0"),
     "no LM head, but one for all": ("shared", "vllm", {"original_lm_head": False}, "missing: words.1"),
     "biases are not read": ("medusa", "vllm", {"medusa_fc_bias": False}, "extra: block.0.0.bias"),

@@ -206,6 +206,11 @@ class DraftLayer(nn.Module):
         """As `copy_from`, but with projections out of attention and MLP at zero, so that an untrained layer changes
         nothing."""
         self.copy_from(source, feature_norm)
+        self.silence()
+
+    @torch.no_grad()
+    def silence(self) -> None:
+        """Set the projections out of attention and MLP to zero: the layer then changes nothing, and can learn to."""
         self.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()
 

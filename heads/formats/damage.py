@@ -18,6 +18,8 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.vocab import from_d2t, to_t2d
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names that the token of P-EAGLE for what is not yet known has, in the order in which vLLM looks for them."""
 NOTE = "headway"
 """Key of config.json under which an export says what it is; engines pass over it."""
 PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -77,6 +79,9 @@ _DRAFT_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), ("a number above 0", _is_number)),
     **dict.fromkeys(_FLAGS, ("true or false", _is(bool))),
     **dict.fromkeys(_ROPES, ("an object", _is(dict))),
+    **dict.fromkeys(
+        MASK_TOKEN, ("a token, 0 or more", lambda v: _is_count(v) or (v == 0 and isinstance(v, int) and v is not False))
+    ),
     **dict.fromkeys(("hidden_act", "speculators_model_type"), ("a name", _is(str))),
 }
 """The same, of a head that has the config to itself."""
@@ -118,6 +123,7 @@ def _check_note(note: dict[str, Any], path: Path) -> None:
         "taps": note.get("taps") is None
         or isinstance(note["taps"], list)
         and all(isinstance(tap, (int, str)) for tap in note["taps"]),
+        "depths": note.get("depths") is None or _is_count(note["depths"]),
         "filled": filled is None
         or isinstance(filled, dict)
         and _is_count(filled.get("draft_vocab_size"))

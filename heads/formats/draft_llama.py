@@ -16,7 +16,7 @@ from torch import Tensor
 from headway.heads import eagle, eagle3
 from headway.heads.common.draft_layer import LayerConfig, rope_parameters
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import TargetInfo
+from headway.heads.common.protocol import HeadConfig, TargetInfo
 from headway.heads.common.vocab import from_d2t, to_t2d
 from headway.heads.formats.layout import TAP_IDS, Foreign, Saved, TargetWeights, renamed
 
@@ -31,11 +31,11 @@ FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 """Options of EAGLE-3, under the same names in Headway and in the engines that have them."""
 
 
-def layer_names(layer: str, norms: Sequence[str]) -> dict[str, str]:
-    """Return ours -> theirs for the draft layer, which is called `layer` (`midlayer` or `layers.0`)."""
-    names = {f"layer.{p}.weight": f"{layer}.self_attn.{p}.weight" for p in ATTENTION}
-    names |= {f"layer.mlp.{p}.weight": f"{layer}.mlp.{p}.weight" for p in MLP}
-    return names | {f"layer.{n}.weight": f"{layer}.{n}.weight" for n in norms}
+def layer_names(layer: str, norms: Sequence[str], ours: str = "layer") -> dict[str, str]:
+    """Return ours -> theirs for a draft layer, which is called `layer` there (`midlayer` or `layers.0`)."""
+    names = {f"{ours}.{p}.weight": f"{layer}.self_attn.{p}.weight" for p in ATTENTION}
+    names |= {f"{ours}.mlp.{p}.weight": f"{layer}.mlp.{p}.weight" for p in MLP}
+    return names | {f"{ours}.{n}.weight": f"{layer}.{n}.weight" for n in norms}
 
 
 def tensor_names(layer: str, draft_vocab: bool, fc_norms: int = 0) -> dict[str, str]:
@@ -53,38 +53,60 @@ def write(
     Raises HeadwayError for what no engine holds, the tap `last`, and for options other than the `known`.
     """
     config = cast(eagle3.Config, saved.config)
-    if "last" in config.taps:
-        raise HeadwayError(
-            f"layout {layout} cannot hold head.taps {list(config.taps)}: engines hand out decoder layers before the final norm, "
-            "not 'last'; train with layer numbers"
-        )
+    taps = ascending_taps(config, layout)
     for flag in FLAGS:
         if getattr(config, flag) and flag not in known:
             raise HeadwayError(
                 f"layout {layout} cannot hold head.{flag}: its code does not know it; export --to vllm or speculators, or train "
                 "without"
             )
-    taps = sorted(cast(Sequence[int], config.taps))
     names = tensor_names(layer, bool(config.draft_vocab_size), len(taps) if config.fc_norm else 0)
-    tensors = renamed(saved, names, layout)
-    if taps != list(config.taps):
-        D = config.hidden_size
-        order = [list(config.taps).index(tap) for tap in taps]
-        tensors["fc.weight"] = torch.cat([tensors["fc.weight"][:, i * D : (i + 1) * D] for i in order], dim=1)
-        if config.fc_norm:
-            tensors |= {f"fc_norm.{new}.weight": saved.tensors[f"fc_norm.{i}.weight"] for new, i in enumerate(order)}
-    if config.draft_vocab_size == config.vocab_size:
-        # Engines keep no map where the sizes are equal, and refuse one. Sorted ids of all words are the words.
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    tensors = as_captured(renamed(saved, names, layout), config, taps, config.draft_vocab_size)
     fields = llama_fields(config, saved.info) | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        "target_hidden_size": config.hidden_size,
-        "num_aux_hidden_states": len(taps),
-        "norm_before_fc": False,
+        **numbers(config, taps, config.draft_vocab_size),
         **{flag: getattr(config, flag) for flag in FLAGS},
     }
     return tensors, fields, taps
+
+
+def ascending_taps(config: HeadConfig, layout: str) -> list[int]:
+    """Return the taps in the order in which engines capture them. Raises HeadwayError for `last`, which none hands out."""
+    if "last" in config.taps:
+        raise HeadwayError(
+            f"layout {layout} cannot hold head.taps {list(config.taps)}: engines hand out decoder layers before the final norm, "
+            "not 'last'; train with layer numbers"
+        )
+    return sorted(cast(Sequence[int], config.taps))
+
+
+def as_captured(
+    tensors: dict[str, Tensor], config: HeadConfig, taps: list[int], draft_vocab_size: int
+) -> dict[str, Tensor]:
+    """Return the tensors for features in the order of `taps`, and without maps of a draft vocabulary that is the target's."""
+    order = [list(config.taps).index(tap) for tap in taps]
+    if order != sorted(order):
+        D, held = config.hidden_size, dict(tensors)
+        for name in ("fc.weight", "mask_hidden"):
+            if name in held:
+                tensors[name] = torch.cat([held[name][..., i * D : (i + 1) * D] for i in order], dim=-1)
+        for new, i in enumerate(order):
+            if f"fc_norm.{i}.weight" in held:
+                tensors[f"fc_norm.{new}.weight"] = held[f"fc_norm.{i}.weight"]
+    if draft_vocab_size == config.vocab_size:
+        # Engines keep no map where the sizes are equal, and refuse one. Sorted ids of all words are the words.
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    return tensors
+
+
+def numbers(config: HeadConfig, taps: list[int], draft_vocab_size: int) -> dict[str, Any]:
+    """Return the fields beside a LlamaConfig's that say what a draft reads and speaks."""
+    return {
+        "draft_vocab_size": draft_vocab_size or config.vocab_size,
+        "target_hidden_size": config.hidden_size,
+        "num_aux_hidden_states": len(taps),
+        "norm_before_fc": False,
+    }
 
 
 def llama_fields(config: LayerConfig, info: TargetInfo) -> dict[str, Any]:
@@ -157,30 +179,12 @@ def read(foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], info: 
     Raises HeadwayError, naming it, for a part that Headway's EAGLE-3 does not have.
     """
     config = {key: value for key, value in config.items() if value is not None}
-    tensors = _plain(foreign, config, w)
-    if config.get("norm_before_fc") or (config.get("eagle_config") or {}).get("norm_before_fc"):
-        raise HeadwayError("the head has norm_before_fc, which headway's eagle3 has not; it cannot be imported")
-    if "fc.weight" not in tensors:
-        raise HeadwayError("the head lacks tensor 'fc.weight'; it cannot be imported")
-    if "lm_head.weight" not in tensors and "d2t" not in tensors:
-        foreign.said.append("the files hold no LM head: the target's was copied")
-        tensors["lm_head.weight"] = w.lm_head.cpu().to(tensors["fc.weight"].dtype)
+    tensors = plain_names(foreign, config, w)
+    complete("eagle3", foreign, config, tensors, info, w)
     names = tensor_names("layers.0", "d2t" in tensors, len(taps) if config.get("fc_norm") else 0)
-    if "d2t" in tensors:
-        mask = _t2d(tensors, info)
-        if not torch.equal(tensors.setdefault("t2d", mask), mask):
-            raise HeadwayError("t2d and d2t name different words; the files do not belong together")
-        tensors["d2t"] = tensors["d2t"].to(torch.int64)
-    _check_names("eagle3", names, tensors)
-    sizes = _sizes("eagle3", tensors, config, len(taps), info)
-    words = tensors["lm_head.weight"].shape[0]
-    _agree(config, "draft_vocab_size", words)
-    _agree(config, "num_aux_hidden_states", len(taps))
-    _agree(config, "target_hidden_size", info.hidden_size)
-    if "d2t" not in tensors and words != info.vocab_size:
-        raise HeadwayError(
-            f"the LM head has {words} words and no d2t maps them to the target's {info.vocab_size}; the files lack d2t"
-        )
+    check_names("eagle3", names, tensors)
+    sizes = sizes_of("eagle3", tensors, config, len(taps), info)
+    words = count_words(config, tensors, taps, info)
     head = eagle3.Config.for_target(
         info,
         taps=taps,
@@ -189,6 +193,44 @@ def read(foreign: Foreign, config: dict[str, Any], taps: tuple[int, ...], info: 
         **sizes,
     )
     return Saved("eagle3", head, {ours: tensors[theirs] for ours, theirs in names.items()}, info)
+
+
+def complete(
+    family: str,
+    foreign: Foreign,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    info: TargetInfo,
+    w: TargetWeights,
+) -> None:
+    """Add what files may leave out, the target's LM head and t2d. Raises HeadwayError, naming it, for what cannot be made up
+    or is contradicted."""
+    if config.get("norm_before_fc") or (config.get("eagle_config") or {}).get("norm_before_fc"):
+        raise HeadwayError(f"the head has norm_before_fc, which headway's {family} has not; it cannot be imported")
+    if "fc.weight" not in tensors:
+        raise HeadwayError("the head lacks tensor 'fc.weight'; it cannot be imported")
+    if "lm_head.weight" not in tensors and "d2t" not in tensors:
+        foreign.said.append("the files hold no LM head: the target's was copied")
+        tensors["lm_head.weight"] = w.lm_head.cpu().to(tensors["fc.weight"].dtype)
+    if "d2t" in tensors:
+        mask = _t2d(tensors, info)
+        if not torch.equal(tensors.setdefault("t2d", mask), mask):
+            raise HeadwayError("t2d and d2t name different words; the files do not belong together")
+        tensors["d2t"] = tensors["d2t"].to(torch.int64)
+
+
+def count_words(config: dict[str, Any], tensors: dict[str, Tensor], taps: Sequence[int], info: TargetInfo) -> int:
+    """Return the words of the LM head. Raises HeadwayError where the config has other numbers, or no map leads to the target's
+    words."""
+    words = tensors["lm_head.weight"].shape[0]
+    agree(config, "draft_vocab_size", words)
+    agree(config, "num_aux_hidden_states", len(taps))
+    agree(config, "target_hidden_size", info.hidden_size)
+    if "d2t" not in tensors and words != info.vocab_size:
+        raise HeadwayError(
+            f"the LM head has {words} words and no d2t maps them to the target's {info.vocab_size}; the files lack d2t"
+        )
+    return words
 
 
 def _t2d(tensors: dict[str, Tensor], info: TargetInfo) -> Tensor:
@@ -244,7 +286,7 @@ def write_eagle(saved: Saved, layout: str, bias: str) -> Foreign:
 def read_eagle(foreign: Foreign, info: TargetInfo, w: TargetWeights) -> Saved:
     """Return the EAGLE head of a folder. Raises HeadwayError, naming it, for a part that Headway's has not."""
     config = {key: value for key, value in foreign.config.items() if value is not None}
-    tensors = _plain(foreign, config, w)
+    tensors = plain_names(foreign, config, w)
     words = tensors.pop("lm_head.weight", None)
     if words is not None and not torch.equal(words, w.lm_head.cpu().to(words.dtype)):
         raise HeadwayError(
@@ -254,19 +296,20 @@ def read_eagle(foreign: Foreign, info: TargetInfo, w: TargetWeights) -> Saved:
         del tensors["fc.bias"]
     names = layer_names("layers.0", NORMS[2:]) | {"fc.weight": "fc.weight"}
     names |= {"fc.bias": "fc.bias"} if "fc.bias" in tensors else {}
-    _check_names("eagle", names, tensors)
-    head = eagle.Config.for_target(info, bias="fc.bias" in tensors, **_sizes("eagle", tensors, config, 2, info))
+    check_names("eagle", names, tensors)
+    head = eagle.Config.for_target(info, bias="fc.bias" in tensors, **sizes_of("eagle", tensors, config, 2, info))
     return Saved("eagle", head, {ours: tensors[theirs] for ours, theirs in names.items()}, info)
 
 
-def _plain(foreign: Foreign, config: dict[str, Any], w: TargetWeights) -> dict[str, Tensor]:
+def plain_names(foreign: Foreign, config: dict[str, Any], w: TargetWeights, several: bool = False) -> dict[str, Tensor]:
     """Return the tensors under the names of `layers.0`, without the target's embedding.
 
-    Raises HeadwayError for another embedding, another activation or more layers.
+    Raises HeadwayError for another embedding, another activation or, unless there may be `several`, more layers.
     """
     tensors = {name.removeprefix("model."): tensor for name, tensor in foreign.tensors.items()}
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    if "layers.1.self_attn.q_proj.weight" in tensors or config.get("num_hidden_layers", 1) != 1:
+    many = "layers.1.self_attn.q_proj.weight" in tensors or config.get("num_hidden_layers", 1) != 1
+    if many and not several:
         raise HeadwayError("the head has more than one layer, headway's has one; it cannot be imported")
     if config.get("hidden_act", "silu") != "silu":
         raise HeadwayError(
@@ -281,13 +324,13 @@ def _plain(foreign: Foreign, config: dict[str, Any], w: TargetWeights) -> dict[s
     return tensors
 
 
-def _check_names(family: str, names: dict[str, str], tensors: dict[str, Tensor]) -> None:
+def check_names(family: str, names: dict[str, str], tensors: dict[str, Tensor]) -> None:
     for name in sorted(set(names.values()) ^ set(tensors)):
         what = "lacks tensor" if name not in tensors else f"has a tensor that headway's {family} has not:"
         raise HeadwayError(f"the head {what} {name!r}; it cannot be imported")
 
 
-def _agree(config: dict[str, Any], name: str, count: int) -> None:
+def agree(config: dict[str, Any], name: str, count: int) -> None:
     """Raise HeadwayError where a config has another size than the tensors."""
     if config.get(name) not in (None, count):
         raise HeadwayError(
@@ -295,7 +338,7 @@ def _agree(config: dict[str, Any], name: str, count: int) -> None:
         )
 
 
-def _sizes(
+def sizes_of(
     family: str, tensors: dict[str, Tensor], given: dict[str, Any], inputs: int, info: TargetInfo
 ) -> dict[str, Any]:
     """Return a draft layer's geometry, counted from the tensors and checked against the config. fc reads `inputs` vectors."""
@@ -318,7 +361,7 @@ def _sizes(
         )
     inner = tensors["layers.0.mlp.gate_proj.weight"].shape[0]
     for name, count in (("hidden_size", D), ("num_key_value_heads", key // head_dim), ("intermediate_size", inner)):
-        _agree(given, name, count)
+        agree(given, name, count)
     if (D, width) != (info.hidden_size, inputs * D):
         raise HeadwayError(
             f"fc.weight of the {family} head is {D} x {width}, {inputs} features of {info.name} (hidden size {info.hidden_size}) "

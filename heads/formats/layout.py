@@ -32,7 +32,7 @@ from headway.heads.common.aside import folder_aside
 from headway.heads.common.checkpoint import CONFIG, WEIGHTS
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import HeadConfig, TargetInfo
-from headway.heads.formats.damage import NOTE, TAP_IDS, check_config, check_tensors
+from headway.heads.formats.damage import MASK_TOKEN, NOTE, TAP_IDS, check_config, check_tensors
 
 LAYOUTS = ("vllm", "sglang", "speculators", "eagle", "medusa", "tgi")
 OURS = (CONFIG, WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -309,16 +309,24 @@ def recognise(foreign: Foreign) -> tuple[str | None, str]:
         return note["layout"], note["family"]
     if "speculators_model_type" in config:
         return "speculators", str(config["speculators_model_type"])
+    if any(re.search(r"(^|\.)hydra_(mlp|lm_head)\.", name) for name in names):
+        raise HeadwayError(
+            "a head of the Hydra repository: its LM heads and skips have biases and its prefix layer a norm after it, which "
+            "headway's hydra has not; it cannot be imported, train family hydra instead"
+        )
     if any(re.match(r"blocks\.\d+\.layers\.", name) for name in names):
         return "vllm", "medusa"
     if any(re.search(r"(^|\.)\d+\.\d+\.linear\.weight$", name) for name in names):
         return "medusa", "medusa"
-    if any(re.match(r"(midlayer|layers\.0)\.hidden_norm\.", name) for name in names):
+    fused = any(re.match(r"(midlayer|layers\.0)\.hidden_norm\.", name) for name in names)
+    if "mask_hidden" in names or fused and any(config.get(key) is not None for key in MASK_TOKEN):
+        return "vllm", "peagle"
+    if fused:
         asked = (config.get("eagle_config") or {}).get(TAP_IDS) or config.get(TAP_IDS)
         return (None if asked else "eagle"), "eagle3"
     if "fc.weight" in names and any(name.startswith("layers.0.") for name in names):
         return "eagle", "eagle"
     raise HeadwayError(
-        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3 and Medusa "
-        f"in the layouts {', '.join(LAYOUTS)}"
+        f"no head that headway knows: tensors {', '.join(sorted(foreign.tensors)[:4])}, ...; known are EAGLE, EAGLE-3, P-EAGLE and "
+        f"Medusa in the layouts {', '.join(LAYOUTS)}"
     )

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import TargetInfo
-from headway.heads.formats.damage import MOST_HEADS, TAP_IDS
+from headway.heads.formats.damage import MASK_TOKEN, MOST_HEADS, TAP_IDS
 from headway.heads.formats.layout import TargetWeights
 
 IDS = TAP_IDS
@@ -46,6 +46,8 @@ class Reading(ABC):
     """In the order in which the engine concatenates them, as Headway numbers them."""
     depth: int | None = None
     """Most tokens it drafts; None when it can go on."""
+    asked: int | None = None
+    """Tokens that config.json has a server draft, where it says so."""
 
     def others(self, num_layers: int) -> list[tuple[str, Reading]]:
         """Return what the folder might have been meant to be: the same weights, with taps or a flag read otherwise."""
@@ -69,6 +71,8 @@ def read(
         reading, found = _read_medusa(layout, tensors, config, info, w)
     elif family == "eagle3" and layout in ("vllm", "sglang", "speculators", "eagle"):
         reading, found = _read_eagle3(layout, tensors, config, info, w)
+    elif family == "peagle" and layout in ("vllm", "speculators"):
+        reading, found = _read_peagle(layout, tensors, config, info, w)
     elif family == "eagle" and layout in ("vllm", "sglang", "eagle"):
         reading, found = _read_eagle(layout, tensors, config, info, w)
     else:
@@ -149,6 +153,7 @@ class Draft:
     fc_norm: bool
     norm_output: bool
     attention_bias: bool
+    layers: int = 1
 
 
 def _captured(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[list[int], bool]:
@@ -172,7 +177,7 @@ def _captured(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[li
     return sorted({int(i) for i in ids}), True
 
 
-def _flat(layout: str, config: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+def _flat(layout: str, config: dict[str, Any], parallel: bool) -> tuple[dict[str, Any], list[Finding]]:
     """Return the fields as the engine's model sees them: what speculators names outside goes over what its layer says."""
     if layout != "speculators":
         return config, []
@@ -180,26 +185,27 @@ def _flat(layout: str, config: dict[str, Any]) -> tuple[dict[str, Any], list[Fin
     for key in ("speculators_config", "speculators_model_type", "transformer_layer_config"):
         if key not in config:
             found.append(Finding("config", f"{key} is not in config.json"))
-    if "norm_before_residual" not in config:
+    if "norm_before_residual" not in config and not parallel:
         found.append(
             Finding("config", "norm_before_residual is not written: vLLM takes it for true, the library for false")
         )
-    flat = dict(config.get("transformer_layer_config") or {}) | {"norm_before_residual": True}
-    outer = (
-        IDS,
-        "draft_vocab_size",
-        "target_hidden_size",
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-    )
+    flat = dict(config.get("transformer_layer_config") or {}) | {"norm_before_residual": not parallel}
+    outer = [IDS, "draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc"]
+    if not parallel:
+        outer += ["fc_norm", "norm_output"]
+    elif config.get("fc_norm"):
+        found.append(Finding("config", "fc_norm is true, and vLLM does not read it of a P-EAGLE head"))
     return flat | {key: config[key] for key in outer if config.get(key) is not None}, found
 
 
-def _draft(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[Draft, list[Finding]]:
-    """Return the draft's numbers, and the findings of its config. Raises HeadwayError where a size is missing."""
-    config, found = _flat(layout, config)
+def _draft(
+    layout: str, config: dict[str, Any], info: TargetInfo, parallel: bool = False
+) -> tuple[Draft, list[Finding]]:
+    """Return the draft's numbers, and the findings of its config; `parallel` is P-EAGLE.
+
+    Raises HeadwayError where a size is missing.
+    """
+    config, found = _flat(layout, config, parallel)
     config = {key: value for key, value in config.items() if value is not None}
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
@@ -241,6 +247,7 @@ def _draft(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[Draft
         fc_norm=flag("fc_norm", not repository),
         norm_output=flag("norm_output", not repository),
         attention_bias=flag("attention_bias", of_vllm),
+        layers=int(config.get("num_hidden_layers", 1)) if parallel else 1,
     )
     ignored = (
         ()
@@ -287,68 +294,76 @@ def _config_faults(layout: str, config: dict[str, Any], draft: Draft, info: Targ
     hands_out_last = info.model_type == "gpt_oss" or info.model_type.startswith("gemma")
     if layout == "sglang" and draft.inputs[-1] == info.num_layers and not hands_out_last:
         found.append(Finding("config", f"taps: SGLang captures nothing after layer {info.num_layers - 1}"))
-    if int(config.get("num_hidden_layers", 1)) != 1:
+    if int(config.get("num_hidden_layers", 1)) != draft.layers:
         found.append(Finding("config", f"num_hidden_layers is {config['num_hidden_layers']}; one layer is read here"))
     return found
 
 
 def _allocated(draft: Draft) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of what an engine allocates for an EAGLE-3 draft."""
+    """Return names and shapes of what an engine allocates for an EAGLE-3 or P-EAGLE draft, and reads."""
     D, wide = draft.hidden, draft.num_aux * draft.target_hidden
-    query, key = _rows(draft)["q"], _rows(draft)["k"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (D, wide),
-        "layers.0.self_attn.q_proj.weight": (query, 2 * D),
-        "layers.0.self_attn.k_proj.weight": (key, 2 * D),
-        "layers.0.self_attn.v_proj.weight": (key, 2 * D),
-        "layers.0.self_attn.o_proj.weight": (D, query),
-        "layers.0.mlp.gate_proj.weight": (draft.inner, D),
-        "layers.0.mlp.up_proj.weight": (draft.inner, D),
-        "layers.0.mlp.down_proj.weight": (D, draft.inner),
-        "layers.0.input_layernorm.weight": (D,),
-        "layers.0.hidden_norm.weight": (D,),
-        "layers.0.post_attention_layernorm.weight": (D,),
-        "norm.weight": (D,),
-        "lm_head.weight": (draft.words, D),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"layers.0.hidden_norm.weight": (D,)}
+    for i in range(draft.layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(draft, D if i else 2 * D).items()}
+    shapes |= {"fc.weight": (D, wide), "norm.weight": (D,), "lm_head.weight": (draft.words, D)}
     if draft.norm_before_fc:
         shapes["input_norm.weight"] = (wide,)
     if draft.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (draft.target_hidden,) for i in range(draft.num_aux)}
-    if draft.attention_bias:
-        shapes |= {
-            f"layers.0.self_attn.{p}_proj.bias": (size,) for p, size in zip("qkv", (query, key, key), strict=True)
-        }
     if draft.words != draft.vocab:
         shapes["d2t"] = (draft.words,)
     return shapes
+
+
+def _layer_shapes(draft: Draft, read: int) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of a layer whose attention reads so many numbers."""
+    D, rows = draft.hidden, _rows(draft)
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{p}_proj.weight": (size, read) for p, size in rows.items()}
+    shapes |= {f"self_attn.{p}_proj.bias": (size,) for p, size in rows.items() if draft.attention_bias}
+    shapes |= {"self_attn.o_proj.weight": (D, rows["q"]), "mlp.down_proj.weight": (D, draft.inner)}
+    shapes |= {f"mlp.{p}_proj.weight": (draft.inner, D) for p in ("gate", "up")}
+    return shapes | {f"{p}_layernorm.weight": (D,) for p in ("input", "post_attention")}
 
 
 def _read_eagle3(
     layout: str, tensors: dict[str, Tensor], config: dict[str, Any], info: TargetInfo, w: TargetWeights
 ) -> tuple[Reading | None, list[Finding]]:
     draft, found = _draft(layout, config, info)
-    given = {
+    held, table, more = _load(layout, draft, _allocated(draft), _short(tensors), info, w)
+    return None if held is None else Eagle3(draft, held, table), found + more
+
+
+def _short(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors under the names that engines know them by."""
+    return {
         re.sub(r"^(model\.)?(midlayer\.)?", lambda m: "layers.0." if m[2] else "", n): t for n, t in tensors.items()
     }
-    allocated = _allocated(draft)
+
+
+def _load(
+    layout: str,
+    draft: Draft,
+    allocated: dict[str, tuple[int, ...]],
+    given: dict[str, Tensor],
+    info: TargetInfo,
+    w: TargetWeights,
+) -> tuple[dict[str, Tensor] | None, Tensor, list[Finding]]:
+    """Return what an engine has in memory of a draft, None where it cannot draft with it; its embedding; and the findings."""
     mask, embedding = given.pop("t2d", None), given.pop("embed_tokens.weight", None)
     words = allocated["lm_head.weight"]
     if "lm_head.weight" not in given and layout in ("vllm", "speculators") and words == tuple(w.lm_head.shape):
         given["lm_head.weight"] = w.lm_head.cpu()
-    found += _compare_shapes(allocated, given)
+    found = _compare_shapes(allocated, given)
     if embedding is not None and tuple(embedding.shape) != tuple(w.embedding.shape):
         found.append(Finding("shape", f"embed_tokens.weight is {list(embedding.shape)}, not {list(w.embedding.shape)}"))
         embedding = None
+    table = (w.embedding if embedding is None else embedding).cpu().float()
     fits = draft.vocab == info.vocab_size and draft.target_hidden == info.hidden_size
     found += _vocabulary(given.get("d2t"), mask, draft) if fits else []
     broken = not fits or any(f.kind in ("missing", "shape", "vocabulary") for f in found)
-    if broken or draft.inputs[0] < 1 or len(draft.inputs) != draft.num_aux:
-        return None, found
-    if draft.inputs[-1] > info.num_layers:
-        return None, found
-    table = (w.embedding if embedding is None else embedding).cpu().float()
-    return Eagle3(draft, {n: t if n == "d2t" else t.float() for n, t in given.items()}, table), found
+    if broken or draft.inputs[0] < 1 or len(draft.inputs) != draft.num_aux or draft.inputs[-1] > info.num_layers:
+        return None, table, found
+    return {n: t if n == "d2t" else t.float() for n, t in given.items()}, table, found
 
 
 def _vocabulary(d2t: Tensor | None, mask: Tensor | None, draft: Draft) -> list[Finding]:
@@ -415,9 +430,9 @@ class Eagle3(Reading):
         low, high = x_THd.chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
-    def _project(self, name: str, x: Tensor, heads: int) -> Tensor:
-        bias = self.w.get(f"layers.0.self_attn.{name}_proj.bias")
-        return F.linear(x, self.w[f"layers.0.self_attn.{name}_proj.weight"], bias).view(len(x), heads, -1)
+    def _project(self, layer: int, name: str, x: Tensor, heads: int) -> Tensor:
+        bias = self.w.get(f"layers.{layer}.self_attn.{name}_proj.bias")
+        return F.linear(x, self.w[f"layers.{layer}.self_attn.{name}_proj.weight"], bias).view(len(x), heads, -1)
 
     def _begin(self, hidden_TD: Tensor, token_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual and what attention reads."""
@@ -434,12 +449,19 @@ class Eagle3(Reading):
         self, hidden_TD: Tensor, token_T: Tensor, first: int, seen: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return what the LM head reads, what the next step reads, and all keys and values."""
-        w, T = self.w, len(token_T)
         residual, x = self._begin(hidden_TD, token_T)
+        hidden, seen = self._block(0, residual, x, first, seen)
+        return *self._end(hidden), seen
+
+    def _block(
+        self, layer: int, residual: Tensor, x: Tensor, first: int, seen: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the output of a layer whose attention reads x at positions from `first` on, and all keys and values."""
+        w, T = {n.removeprefix(f"layers.{layer}."): t for n, t in self.w.items()}, len(x)
         position = torch.arange(first, first + T)
-        q = self._rotate(self._project("q", x, self.d.heads), position)
-        k = self._rotate(self._project("k", x, self.d.key_heads), position)
-        v = self._project("v", x, self.d.key_heads)
+        q = self._rotate(self._project(layer, "q", x, self.d.heads), position)
+        k = self._rotate(self._project(layer, "k", x, self.d.key_heads), position)
+        v = self._project(layer, "v", x, self.d.key_heads)
         if seen is not None:
             k, v = torch.cat([seen[0], k]), torch.cat([seen[1], v])
         group = self.d.heads // self.d.key_heads
@@ -448,11 +470,10 @@ class Eagle3(Reading):
         mixed = torch.einsum(
             "hts,shd->thd", score.masked_fill(later, -torch.inf).softmax(-1), v.repeat_interleave(group, 1)
         )
-        hidden = residual + mixed.flatten(1) @ w["layers.0.self_attn.o_proj.weight"].T
-        x = _rms(hidden, w["layers.0.post_attention_layernorm.weight"], self.d.eps)
-        gate = F.silu(x @ w["layers.0.mlp.gate_proj.weight"].T) * (x @ w["layers.0.mlp.up_proj.weight"].T)
-        out, fed = self._end(hidden + gate @ w["layers.0.mlp.down_proj.weight"].T)
-        return out, fed, (k, v)
+        hidden = residual + mixed.flatten(1) @ w["self_attn.o_proj.weight"].T
+        x = _rms(hidden, w["post_attention_layernorm.weight"], self.d.eps)
+        gate = F.silu(x @ w["mlp.gate_proj.weight"].T) * (x @ w["mlp.up_proj.weight"].T)
+        return hidden + gate @ w["mlp.down_proj.weight"].T, (k, v)
 
     def _logits(self, out_D: Tensor) -> Tensor:
         logits = self.w["lm_head.weight"] @ out_D
@@ -471,6 +492,74 @@ class Eagle3(Reading):
             out, hidden, seen = self._layer(hidden[-1:], torch.tensor([token]), p + len(drafted), seen)
             drafted.append(self._logits(out[-1]))
         return drafted
+
+
+def _read_peagle(
+    layout: str, tensors: dict[str, Tensor], config: dict[str, Any], info: TargetInfo, w: TargetWeights
+) -> tuple[Reading | None, list[Finding]]:
+    draft, found = _draft(layout, config, info, parallel=True)
+    given, allocated = _short(tensors), _allocated(draft)
+    wide = draft.num_aux * draft.target_hidden
+    allocated["mask_hidden"] = (1, 1, wide)
+    if "mask_hidden" in given and given["mask_hidden"].numel() == wide:
+        given["mask_hidden"] = given["mask_hidden"].view(1, 1, -1)
+    for i in range(1, draft.layers):
+        given.pop(f"layers.{i}.hidden_norm.weight", None)  # there is one, which nothing reads
+    held, table, more = _load(layout, draft, allocated, given, info, w)
+    token, asked, about = _parallel(layout, config, info)
+    if held is None or token is None:
+        return None, found + more + about
+    reading = PEagle(draft, held, table, token)
+    reading.asked = asked
+    return reading, found + more + about
+
+
+def _parallel(layout: str, config: dict[str, Any], info: TargetInfo) -> tuple[int | None, int | None, list[Finding]]:
+    """Return the token at positions not yet known, the tokens that a server is to draft, and the findings."""
+    found, asked = [], None
+    named = {key: config[key] for key in MASK_TOKEN if config.get(key) is not None}
+    if layout == "speculators":
+        named = {key: token for key, token in named.items() if key == "mask_token_id"}
+        methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        asked = methods[0].get("speculative_tokens")
+        if asked is None:
+            found.append(Finding("config", "speculators_config has no speculative_tokens, and vLLM does not start"))
+    if not named:
+        return None, asked, [*found, Finding("config", "no mask_token_id in config.json, and vLLM does not start")]
+    token = next(iter(named.values()))
+    if len(set(named.values())) > 1:
+        found.append(Finding("config", f"mask tokens {named} differ: it depends on vLLM's release which is read"))
+    if not 0 <= token < info.vocab_size:
+        found.append(Finding("config", f"the mask token is {token}, the target has ids below {info.vocab_size}"))
+        return None, asked, found
+    return token, asked, found
+
+
+class PEagle(Eagle3):
+    """A P-EAGLE draft in memory: all tokens in one pass, those to come read `mask_hidden` and the mask token."""
+
+    def __init__(self, draft: Draft, weights: dict[str, Tensor], embedding: Tensor, token: int) -> None:
+        super().__init__(draft, weights, embedding)
+        self.token = token
+
+    def others(self, num_layers: int) -> list[tuple[str, Reading]]:
+        """As Eagle3.others, but for what is fed back, which nothing is."""
+        return [(what, other) for what, other in super().others(num_layers) if "norm_output" not in what]
+
+    def _with(self, **changes: Any) -> PEagle:
+        return PEagle(replace(self.d, **changes), self.w, self.embedding, self.token)
+
+    def draft(self, feature_TF: Tensor, token_T: Tensor, p: int, depth: int, forced: list[int] | None) -> list[Tensor]:
+        """As Reading.draft; no depth reads the tokens of those before it, nor the forced ones."""
+        mask = self.w["mask_hidden"].view(1, -1).expand(depth - 1, -1)
+        token = torch.cat([token_T[1 : p + 2], torch.full((depth - 1,), self.token)])
+        hidden, x = self._begin(self._fuse(torch.cat([feature_TF[: p + 1].float(), mask])), token)
+        for i in range(self.d.layers):
+            if i:
+                x = _rms(hidden, self.w[f"layers.{i}.input_layernorm.weight"], self.d.eps)
+            hidden, _ = self._block(i, hidden, x, 0, None)
+        out, _ = self._end(hidden[p:])
+        return [self._logits(o) for o in out]
 
 
 class Eagle(Eagle3):

@@ -302,7 +302,7 @@ def test_a_damaged_head_is_not_exported(made, tmp_path, change, named):
     assert [p.name for p in tmp_path.iterdir()] == ["head"]
 
 
-@pytest.mark.parametrize("family", ["hydra", "peagle"])
+@pytest.mark.parametrize("family", ["hydra"])
 def test_a_family_that_no_layout_holds_is_refused_by_name(target, tmp_path, family):
     source = str(save_head(small(family, target), tmp_path / "head", target=target.info))
     for engine in LAYOUTS:

@@ -53,6 +53,24 @@ def test_parity_of_later_steps_can_fail(target, changed, monkeypatch):
     assert loss_of_logits(head, batch, wrong, 11) != pytest.approx(trained, rel=1e-4)
 
 
+def test_an_untrained_head_repeats_the_feature_that_it_reads():
+    """The target's last layer writes at the scale of what the final norm reads, features have that of what the norm gives: a
+    copy of the layer that spoke at once would drown them, and the more with each step that reads the step before."""
+    loud = tiny.target(tiny.llama12("sdpa"), mode="tree")
+    with torch.no_grad():
+        layer = loud.model.model.layers[-1]
+        layer.self_attn.o_proj.weight.mul_(100)
+        layer.mlp.down_proj.weight.mul_(100)
+    config_class, head_class = find_family("eagle")
+    head = head_class(config_class.for_target(loud.info, draft_vocab_size=0, steps=3), loud.frozen).eval()
+    torch.manual_seed(0)
+    head.warm_start()
+    batch = make_batch(loud, head.config.taps)
+    with torch.no_grad():
+        for predicted in unroll(head, batch.tap_BTF, batch.token_BT, 3):
+            assert (predicted - batch.tap_BTF).norm() < 0.2 * batch.tap_BTF.norm()
+
+
 def test_the_loss_is_its_two_parts_by_definition(target):
     head = small("eagle", target)
     batch = make_batch(target, head.config.taps)

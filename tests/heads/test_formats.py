@@ -19,12 +19,14 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Frozen, Head, TargetInfo
 from headway.heads.eagle3 import Config as Eagle3Config
 from headway.heads.eagle3 import Head as Eagle3
-from headway.heads.formats.layout import Foreign, Saved, TargetWeights, layouts_of, read_folder, to_layout
+from headway.heads.formats.damage import MASK_TOKEN
+from headway.heads.formats.layout import NOTE, Foreign, Saved, TargetWeights, layouts_of, read_folder, to_layout
 from headway.heads.formats.sglang import tap_ids, taps_of
 from headway.inference.parity import weights_of
 from tests import tiny
 from tests.heads.test_contract import small
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3", {"draft_vocab_size": 64}),
     "eagle3-full": ("eagle3", {"draft_vocab_size": 0}),
@@ -32,6 +34,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-residual": ("eagle3", {"norm_before_residual": True}),
     "eagle": ("eagle", {"draft_vocab_size": 0}),
     "eagle-bias": ("eagle", {"draft_vocab_size": 0, "bias": True}),
+    "peagle": ("peagle", {"draft_vocab_size": 64, "depths": 4, "num_layers": 2}),
+    "peagle-full": ("peagle", {"draft_vocab_size": 0, "num_layers": 1, "mask_token_id": 0}),
     "medusa-draft": ("medusa", {}),
     "medusa-own": ("medusa", {"lm_head": "own", "num_heads": 3}),
     "medusa-shared": ("medusa", {"lm_head": "shared"}),
@@ -319,6 +323,103 @@ def test_a_layout_refuses_a_family_by_name(target, tmp_path):
         exported(small("medusa", target), target, "onnx", tmp_path / "out")
     with pytest.raises(HeadwayError, match=r"head.taps \[3\]"):
         exported(small("medusa", target, taps=[3]), target, "vllm", tmp_path / "out")
+
+
+@pytest.mark.parametrize("layout", ["sglang", "eagle", "medusa", "tgi"])
+def test_layouts_that_hold_no_parallel_drafts_refuse_them_by_name(target, tmp_path, layout):
+    with pytest.raises(HeadwayError, match=f"layout {layout} holds no peagle heads.*--to vllm or speculators"):
+        exported(small("peagle", target), target, layout, tmp_path / "out")
+    with pytest.raises(HeadwayError, match=r"layout vllm cannot hold head.taps \[2, 'last'\]"):
+        exported(small("peagle", target, taps=[2, "last"]), target, "vllm", tmp_path / "last")
+    assert not list(tmp_path.glob("out"))
+
+
+def test_peagle_names_shapes_and_config(target, tmp_path):
+    head = small("peagle", target, draft_vocab_size=64, taps=[2, 6, 9], num_layers=2, depths=5, mask_token_id=9)
+    files = exported(head, target, "vllm", tmp_path / "out")
+    each = {
+        "self_attn.o_proj": [64, 64],
+        "mlp.gate_proj": [128, 64],
+        "mlp.up_proj": [128, 64],
+        "mlp.down_proj": [64, 128],
+    }
+    each |= {"input_layernorm": [64], "post_attention_layernorm": [64]}
+    rows = {"q": 64, "k": 32, "v": 32}
+    want = {f"layers.{i}.{name}.weight": shape for i in range(2) for name, shape in each.items()}
+    want |= {f"layers.{i}.self_attn.{p}_proj.weight": [n, 128 - 64 * i] for i in range(2) for p, n in rows.items()}
+    want |= {
+        "layers.0.hidden_norm.weight": [64],
+        "fc.weight": [64, 192],
+        "mask_hidden": [1, 1, 192],
+        "norm.weight": [64],
+    }
+    want |= {"lm_head.weight": [64, 64], "d2t": [64], "t2d": [272]}
+    assert {name: list(t.shape) for name, t in files.tensors.items()} == want
+    config = files.config
+    assert config["eagle_config"][IDS] == config[IDS] == [3, 7, 10]
+    assert config["num_hidden_layers"] == 2
+    assert [config[key] for key in MASK_TOKEN] == [9, 9, 9]  # vLLM's releases each know some of them
+    assert config["norm_before_residual"] is False
+    command = foreign.serving_command("vllm", files, tmp_path / "out")
+    assert '"method": "eagle3"' in command
+    assert '"num_speculative_tokens": 5, "parallel_drafting": true' in command
+    outside = exported(head, target, "speculators", tmp_path / "spec")
+    assert outside.tensors.keys() == want.keys() | {"embed_tokens.weight"}
+    assert (outside.config["speculators_model_type"], outside.config["architectures"]) == (
+        "peagle",
+        ["PEagleSpeculator"],
+    )
+    assert (outside.config["mask_token_id"], outside.config["embed_requires_grad"]) == (9, False)
+    assert outside.config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    assert outside.config["transformer_layer_config"]["num_hidden_layers"] == 2
+    assert not {NOTE, *MASK_TOKEN} & outside.config["transformer_layer_config"].keys()
+
+
+def test_taps_of_peagle_in_another_order_move_what_stands_for_them(target, tmp_path):
+    head = small("peagle", target, taps=[6, 2, 4], num_layers=1, depths=2)
+    files = exported(head, target, "vllm", tmp_path / "out")
+    own = head.state_dict()
+    for name in ("fc.weight", "mask_hidden"):
+        parts = own[name].split(64, -1)
+        assert torch.equal(files.tensors[name], torch.cat([parts[1], parts[2], parts[0]], -1))
+    again = foreign.imported(tmp_path / "out", None, target)[0]
+    assert again.config.taps == (2, 4, 6)
+
+
+def test_a_published_peagle_head_comes_in(target, tmp_path):
+    """As trainers elsewhere write it: one name of the token, [1, n] for what is to come, a norm that nothing reads."""
+    head = small("peagle", target, num_layers=2, mask_token_id=9)
+    files = exported(head, target, "vllm", tmp_path / "out")
+    files.tensors["mask_hidden"] = files.tensors["mask_hidden"].view(1, -1)
+    tensors = {name.replace("layers.0.", "midlayer."): t for name, t in files.tensors.items()}
+    folder = tmp_path / "published"
+    folder.mkdir()
+    torch.save(tensors | {"layers.1.hidden_norm.weight": torch.ones(64)}, folder / "pytorch_model.bin")
+    kept = {k: v for k, v in files.config.items() if k not in (NOTE, "mask_token_id", "pard_token")}
+    (folder / "config.json").write_text(json.dumps(kept))
+    again, layout, said = foreign.imported(folder, None, target)
+    assert (layout, again.config.mask_token_id, again.config.depths) == ("vllm", 9, 6)
+    assert "how many tokens" in said[0]
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+    for change, named in (
+        ({"ptd_token_id": ...}, "no mask_token_id"),
+        ({"pard_token": 3}, "several mask tokens"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers 3"),
+        ({"ptd_token_id": 272}, "mask_token_id is 272"),
+        ({"ptd_token_id": -1}, "ptd_token_id -1"),
+    ):
+        edit(folder, **({"pard_token": ...} | kept | change))
+        with pytest.raises(HeadwayError, match=named):
+            foreign.imported(folder, None, target)
+
+
+def test_a_head_of_the_hydra_repository_is_refused_by_name(target, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hydra_num_heads": 1, "hydra_num_layers": 1}))
+    names = ("hydra_mlp.0.1.linear.weight", "hydra_mlp.0.1.res_connection.bias", "hydra_lm_head.0.1.weight")
+    torch.save({name: torch.ones(2, 2) for name in names}, tmp_path / "hydra_lm_head.pt")
+    with pytest.raises(HeadwayError, match="Hydra repository"):
+        foreign.imported(tmp_path, None, target)
 
 
 def test_a_folder_of_something_else_is_left_alone(target, tmp_path):
