@@ -82,6 +82,7 @@ class Head(IdsHead):
     """fc over token embedding and feature, and one draft layer without norms before it; the target's LM head."""
 
     config: Config
+    embeds_apart = False
 
     def __init__(self, config: Config, frozen: Frozen) -> None:
         super().__init__(config, frozen)
@@ -141,7 +142,7 @@ class Head(IdsHead):
         feature = batch.tap_BTF.to(module_dtype(self))
         if self.training and config.noise:
             feature = feature + (2 * torch.rand_like(feature) - 1) * config.noise
-        predicted_S = unroll(self, feature, batch.token_BT, config.steps)
+        predicted_S = unroll(self, feature, batch.token_BT, config.steps, batch.supervised_BT)
         report = distil_loss(
             self.frozen,
             batch,
