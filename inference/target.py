@@ -365,8 +365,13 @@ class Target:
 
         Entries on padding are meaningless. Used for training: no cache, no logits.
         """
+        with self.packed:
+            return self.trained_features(token_BT, length_B, taps)
+
+    def trained_features(self, token_BT: Tensor, length_B: Tensor, taps: Sequence[Tap]) -> tuple[Tensor, Tensor]:
+        """Return what `features` does, with gradients to what is trainable in the model: on its plain weights."""
         valid_BT = torch.arange(token_BT.shape[1], device=token_BT.device) < length_B[:, None]
-        with self._capture([*taps, "last"]) as captured, self.packed:
+        with self._capture([*taps, "last"]) as captured:
             self.decoder(input_ids=token_BT, attention_mask=valid_BT.long(), use_cache=False)
         return torch.cat(captured[:-1], dim=-1), captured[-1]
 

@@ -46,6 +46,37 @@ class LoraFields:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JointFields:
+    """Keys of `joint` in a recipe."""
+
+    rank: int = 32
+    alpha: float = 64.0
+    """The LoRA is added times alpha / rank."""
+    dropout: float = 0.0
+    """Share of the LoRA's inputs that are zeroed in training."""
+    modules: tuple[str, ...] = ()
+    """Linear layers of the target's decoder layers by the ends of their names, such as q_proj; not given, all of them."""
+    weight: float = 5.0
+    """Of the KL divergence from the unchanged target, beside the head's loss. Medusa-2 weighs heads 0.2 of it."""
+    warmup: float = 0.1
+    """Steps in which the head trains alone: below 1 a share of all, otherwise a number. 0 for a head that is trained already."""
+    lr_scale: float = 0.25
+    """The LoRA's learning rate as a share of the head's. Medusa-2's heads learn four times as fast as what is below them."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise HeadwayError(f"joint.rank is {self.rank}; give 1 or more")
+        if not 0 <= self.dropout < 1:
+            raise HeadwayError(f"joint.dropout is {self.dropout}; give a number from 0 to below 1")
+        for name in ("alpha", "lr_scale"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise HeadwayError(f"joint.{name} is {getattr(self, name)}; give a finite number above 0")
+        for name in ("weight", "warmup"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise HeadwayError(f"joint.{name} is {getattr(self, name)}; give a finite number of 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """What a training run is made of. Keys of the YAML file are these names, and `head.x` for the family's Config."""
 
@@ -68,6 +99,9 @@ class TrainConfig:
     lora: dict[str, Any] | None = None
     """Train a LoRA on that head and leave its own weights: rank, alpha, dropout, modules, keep (train/lora.py); {} takes the
     defaults."""
+    joint: dict[str, Any] | None = None
+    """Train a LoRA on the target together with the head, which changes the target (Medusa-2): rank, alpha, dropout, modules,
+    weight, warmup, lr_scale (train/joint.py); {} takes the defaults."""
     head: dict[str, Any] = field(default_factory=dict)
     """Fields of the family's Config; what is left open comes from the family or the target."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
@@ -171,6 +205,7 @@ class TrainConfig:
         self._check_optimisation()
         find_family(self.family)
         self._check_what_it_begins_with()
+        self._check_joint()
         self.objective()
 
     def _check_optimisation(self) -> None:
@@ -189,6 +224,36 @@ class TrainConfig:
             raise HeadwayError("lora trains on a head that there is; give init_from=HEAD, or leave out lora")
         if self.merge_adapter and self.target_adapter is None:
             raise HeadwayError("merge_adapter has no adapter to merge; give target_adapter, or leave it out")
+
+    def _check_joint(self) -> None:
+        if self.joint is None:
+            return
+        changing = "joint changes the target's features with every step"
+        for name, allowed, why in (
+            ("features", None, f"{changing}, captured ones are of the target as it was; leave features out"),
+            ("cache", ("auto", "off"), f"{changing}, none can be kept; use cache=off"),
+            ("store", "bfloat16", f"{changing}, none are stored; leave store out"),
+            (
+                "target_device",
+                None,
+                "joint sends gradients through head and target on one device; leave target_device out",
+            ),
+            (
+                "lora",
+                None,
+                "joint trains all of the head with a LoRA on the target, lora a LoRA on the head; leave one out",
+            ),
+            (
+                "target_adapter",
+                None,
+                "joint puts a LoRA of its own on the target; merge the other into its weights (PEFT's merge_and_unload) "
+                "and give the result as target",
+            ),
+            ("dtype", ("auto", "float32", "bfloat16"), "gradients overflow in float16; use dtype=bfloat16 or float32"),
+        ):
+            value = getattr(self, name)
+            if value != allowed and not (isinstance(allowed, tuple) and value in allowed):
+                raise HeadwayError(f"{name} is {value!r}: {why}")
 
     def objective(self) -> Objective:
         """Return what `loss` and `step_weights` say."""
@@ -236,7 +301,7 @@ def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tra
             if not isinstance(value, Mapping | None):
                 raise HeadwayError(f"head is {value!r}; give a mapping of names to values, or head.name=value")
             merged["head"] = {**merged.get("head", {}), **(value or {})}
-        elif key.startswith(("head.", "lora.")):
+        elif key.startswith(("head.", "lora.", "joint.")):
             owner, _, name = key.partition(".")
             merged[owner] = {**(merged.get(owner) or {}), name: value}
         else:
@@ -248,8 +313,11 @@ def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tra
             raise HeadwayError(f"the recipe lacks {name!r}; add `{name}: ...` to it or {name}=... to the command")
     config_class, _ = find_family(checked["family"])
     checked["head"] = check_fields(config_class, checked.get("head", {}), prefix="head.")
-    if checked.get("lora") is not None:
-        checked["lora"] = dataclasses.asdict(LoraFields(**check_fields(LoraFields, checked["lora"], prefix="lora.")))
+    for key, fields_class in (("lora", LoraFields), ("joint", JointFields)):
+        if checked.get(key) is not None:
+            checked[key] = dataclasses.asdict(
+                fields_class(**check_fields(fields_class, checked[key], prefix=f"{key}."))
+            )
     return TrainConfig(**checked)
 
 

@@ -141,6 +141,11 @@ def estimate(
     `rows` of `mean_tokens` stand in for dialogs that are not there yet. Raises HeadwayError for a target whose config
     cannot be read, and where there are neither dialogs nor `rows`.
     """
+    if config.joint is not None:
+        raise HeadwayError(
+            "joint: the gradient through the target is not estimated; leave out joint for the rest (joint=null), and "
+            "reckon with two passes of the target and one backward at each step, on top of the activations they keep"
+        )
     if rows is None and mean_tokens is not None:
         raise HeadwayError(f"--mean-tokens is {mean_tokens}, of how many rows? give --rows too")
     sizes = read_sizes(config.target, revision=config.revision)

@@ -14,16 +14,19 @@ if TYPE_CHECKING:
     from headway.inference.target import Target
     from headway.inference.tree import Policy
     from headway.inference.unfinished import Unfinished
+    from headway.train.joint import Joint
 
 
 @torch.no_grad()
-def evaluate_agreement(head: Head, batches: Iterable[Batch]) -> dict[str, Any]:
-    """Return held-out `loss` (a supervised token's, averaged over all), `loss_S` and `agreement_S` per step, `tokens`.
+def evaluate_agreement(head: Head | Joint, batches: Iterable[Batch]) -> dict[str, Any]:
+    """Return held-out `loss` (a supervised token's, averaged over all), `loss_S` and `agreement_S` per step, `tokens`, and
+    what figures the loss reports beside.
 
     Every mean is over supervised tokens, not over batches.
     """
     loss = tokens = 0.0
     loss_S = agreement_S = count_S = torch.zeros(1, dtype=torch.float64)
+    figures: dict[str, float] = {}
     for batch in batches:
         report = head.loss(batch)
         count = report.count_S.double().cpu()
@@ -32,12 +35,15 @@ def evaluate_agreement(head: Head, batches: Iterable[Batch]) -> dict[str, Any]:
         loss_S = loss_S + report.loss_S.double().cpu() * count
         agreement_S = agreement_S + report.agreement_S.double().cpu() * count
         count_S = count_S + count
+        for name, mean in report.figures.items():
+            figures[name] = figures.get(name, 0.0) + float(mean) * float(count[0])
     share = 1.0 / count_S.clamp_min(1)
     return {
         "loss": loss / max(1.0, tokens),
         "loss_S": (loss_S * share).tolist(),
         "agreement_S": (agreement_S * share).tolist(),
         "tokens": int(tokens),
+        **{name: total / max(1.0, tokens) for name, total in figures.items()},
     }
 
 

@@ -24,6 +24,8 @@ from headway.train.batches import Order
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
 from headway.train.features import Memory
+from headway.train.joint import FOLDER as ADAPTER
+from headway.train.joint import take_off
 from headway.train.lora import plain_state, split
 from headway.train.progress import Line, say
 from headway.train.run_folder import RunFolder
@@ -62,6 +64,8 @@ def train(
         if run is not None:
             run.train.close()
             end_tracking(run.accelerator)
+        if target is not None:
+            take_off(target)
         folder.release()
 
 
@@ -102,6 +106,8 @@ def steps(run: Run) -> dict[str, Any]:
             lr = learning_rate(config, progress.step, run.total_steps)
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
+            if run.joint is not None:
+                run.joint.begin(progress.step, run.total_steps, lr, run.optimizer)
             reports = accumulate(run, order)
             for report in reports:
                 refuse_non_finite(run, "loss", report.loss.detach())
@@ -110,7 +116,7 @@ def steps(run: Run) -> dict[str, Any]:
             if anywhere(accelerator, bool(reports)):
                 run.optimizer.step()
                 if run.average is not None:
-                    run.average.update(run.head, progress.step)
+                    run.average.update(run.weights, progress.step)
             run.optimizer.zero_grad(set_to_none=True)
 
             # log
@@ -179,6 +185,7 @@ def summarise(reports: list[LossReport]) -> dict[str, Any]:
         "loss": float(torch.stack([r.loss.detach() for r in reports]).mean()),
         "agreement_S": [round(a, 4) for a in agreement.tolist()],
         "tokens": sum(int(r.count_S[0]) for r in reports),
+        **{name: float(torch.stack([r.figures[name] for r in reports]).mean()) for name in reports[0].figures},
     }
 
 
@@ -206,7 +213,7 @@ def held_out_figures(run: Run, interrupted: threading.Event) -> dict[str, Any]:
     """Return loss, agreement and accepted length of the head as it is, on held-out rows."""
     config = run.config
     held_out = (run.held_out[i] for i in range(len(run.held_out.batches)))
-    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.head, held_out).items()}
+    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.joint or run.head, held_out).items()}
     room = run.target.max_positions - config.eval_tokens
     prompts = choose_prompts(run.rows.held_out, config.eval_prompts, room)
     since = time.perf_counter()
@@ -227,7 +234,7 @@ def held_out_figures(run: Run, interrupted: threading.Event) -> dict[str, Any]:
 
 def result_weights(run: Run) -> AbstractContextManager[None]:
     """Inside, the head has the weights that the run would leave: their average where one is kept."""
-    return nullcontext() if run.average is None else run.average.instead(run.head)
+    return nullcontext() if run.average is None else run.average.instead(run.weights)
 
 
 def beside_target(run: Run) -> Head:
@@ -242,7 +249,7 @@ def beside_target(run: Run) -> Head:
 def save_state(run: Run) -> None:
     """Write a state to continue from."""
     if run.accelerator.is_main_process:
-        run.folder.save(run.progress, run.head, run.optimizer, run.average)
+        run.folder.save(run.progress, run.weights, run.optimizer, run.average)
     run.accelerator.wait_for_everyone()
 
 
@@ -265,8 +272,11 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
             "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
         }
         with result_weights(run):
-            head, lora = split(run.head, run.config)
-            save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
+            head, more = split(run.head, run.config)
+            info = run.target.info
+            if run.joint is not None:  # first: where there is a head, there is its adapter
+                info, more["joint"] = run.joint.save(run.folder.path / ADAPTER, metrics)
+            save_head(head, run.folder.head, target=info, metrics=metrics, data=data, **more)
         remove_cache(run.folder)
         if run.progress.skipped:
             say(f"{run.progress.skipped} batches had no supervised token and were skipped")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,11 @@ def check_optimizer(config: TrainConfig) -> None:
         )
 
 
-def make_optimizer(config: TrainConfig, head: Head) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer over what is trainable; weight decay falls on matrices only."""
+def make_optimizer(config: TrainConfig, head: Head, adapter: Sequence[Tensor] = ()) -> torch.optim.Optimizer:
+    """Return the recipe's optimizer over what is trainable; weight decay falls on the head's matrices only.
+
+    `adapter` are weights of a LoRA on the target; AdamW has them in a group of their own, marked `adapter`.
+    """
     named = [(name, p) for name, p in head.named_parameters() if p.requires_grad]
     hidden = [p for name, p in named if is_hidden_matrix(name, p)] if config.optimizer == "muon" else []
     taken = {id(p) for p in hidden}
@@ -32,6 +35,7 @@ def make_optimizer(config: TrainConfig, head: Head) -> torch.optim.Optimizer:
         {"params": [p for p in rest if p.squeeze().ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in rest if p.squeeze().ndim <= 1], "weight_decay": 0.0},
     ]
+    groups += [{"params": list(adapter), "weight_decay": 0.0, "adapter": True}]
     groups = [g for g in groups if g["params"]]
     if not hidden:
         return adamw(groups, config)

@@ -56,8 +56,9 @@ class Line:
             rate, per_step = progress.tokens / max(progress.seconds, 1e-9), progress.seconds / max(1, progress.step)
         left = round((self.total_steps - progress.step) * per_step)
         agreement = "/".join(f"{a:.2f}" for a in figures["agreement_S"])
+        drift = f", target KL {figures['target_kl']:.4f}" if "target_kl" in figures else ""
         return (
-            f"step {progress.step}/{self.total_steps}, loss {figures['loss']:.3f}, agreement {agreement}, "
+            f"step {progress.step}/{self.total_steps}, loss {figures['loss']:.3f}, agreement {agreement}{drift}, "
             f"{rate:.0f} tokens/s, {left // 60}:{left % 60:02d} left"
         )
 

@@ -119,6 +119,8 @@ def charts(logs: Sequence[RunLog], by: str) -> list[tuple[str, str, str]]:
     accepted = [
         Curve(log.name, *log.points("accepted_length", by, "evaluations"), i, "points") for i, log in enumerate(logs)
     ]
+    drifts = _both(logs, "target_kl", "held_out_target_kl", by)
+    found.append(("KL divergence from the unchanged target, nats a token", SMOOTHED, drifts))
     found.append(("accepted length", "emitted tokens per target pass, held-out prompts, the real decoder", accepted))
     for name, key in (
         ("learning rate", "lr"),

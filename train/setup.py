@@ -27,6 +27,7 @@ from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
+from headway.train.joint import Joint, check_joint, joint_batches
 from headway.train.lora import begin_with
 from headway.train.optimizers import Both, check_optimizer, make_optimizer
 from headway.train.progress import say
@@ -73,6 +74,13 @@ class Run:
     manifest: dict[str, Any]
     total_steps: int
     progress: Progress
+    joint: Joint | None = None
+    """The head with a LoRA on its target, where both are trained."""
+
+    @property
+    def weights(self) -> nn.Module:
+        """What is trained: its state is that of the run."""
+        return self.head if self.joint is None else self.joint
 
 
 def finished(config: TrainConfig) -> dict[str, Any] | None:
@@ -102,6 +110,7 @@ def prepare(
     accelerator = make_accelerator(config)
     saved = folder.read_run()
     check_processes(saved, accelerator, folder)
+    check_joint(config, accelerator, target)
     if target is None:
         from headway.inference.target import Target
 
@@ -133,10 +142,12 @@ def prepare(
         folder.hold()
     accelerator.wait_for_everyone()
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
-    optimizer = make_optimizer(config, head)
-    model, optimizer = accelerator.prepare(Step(head, autocast), optimizer)
-    average = Average(head, config.ema) if config.ema else None
-    progress = folder.load(head, optimizer, average) or Progress()
+    joint = None if config.joint is None else Joint(config, target, head, autocast=autocast)
+    weights = head if joint is None else joint
+    optimizer = make_optimizer(config, head, () if joint is None else list(joint.adapter.parameters()))
+    model, optimizer = accelerator.prepare(joint or Step(head, autocast), optimizer)
+    average = Average(weights, config.ema) if config.ema else None
+    progress = folder.load(weights, optimizer, average) or Progress()
     if total_steps is None and accelerator.is_main_process:
         total_steps = by_count
         if config.max_seconds is not None and progress.step == 0:
@@ -151,11 +162,12 @@ def prepare(
             folder.note_continued(argv, progress.step)
         if manifest.get("target", target.info.name) != target.info.name:
             say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
+        said += [] if joint is None else [joint.spell()]
         say_plan(head, rows, train, said, total_steps, progress)
     begin_tracking(config, accelerator, continued=progress.step > 0)
     return Run(
         config, accelerator, folder, target, head, model, optimizer, average, train, held_out, rows, tree, manifest,
-        total_steps, progress,
+        total_steps, progress, joint,
     )  # fmt: skip
 
 
@@ -231,6 +243,8 @@ def prepare_features(
 
     Raises HeadwayError for features that were asked for and are not this target's, and for what does not fit.
     """
+    if config.joint is not None:
+        return joint_batches(config, target, head, rows)
     recorded = Recorded(config.dialogs, target, config.features)
     if config.features is not None:
         recorded.require(head.config.taps)

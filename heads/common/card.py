@@ -20,9 +20,9 @@ tags:
 
 # {family} head for {target}{with_adapter}
 
-A draft head of family `{family}`, trained with Headway. It makes {target} decode faster; with exact acceptance
+A draft head of family `{family}`, trained with Headway. It makes {target}{with_adapter} decode faster; with exact acceptance
 the output is the target's own: token for token in float32, up to ties of rounding in bfloat16.
-
+{changed}
 | | |
 |---|---|
 | target | {target} |
@@ -36,7 +36,7 @@ the output is the target's own: token for token in float32, up to ties of roundi
 
 {head}
 
-{lora}## Data
+{lora}{joint}## Data
 
 {data}
 
@@ -64,6 +64,10 @@ for result in generate(target, [Request(ids, Settings(max_new_tokens=128))], hea
 """
 
 
+CHANGED = """
+**The target changed.** Its adapter was trained together with this head, so what is decoded is what {target} *with the adapter*
+would write, which is not what {target} writes. Without that adapter the head is refused. How far apart they are is said below.
+"""
 PLACE = "FOLDER_OR_HUB_ID"
 _SEAL = re.compile(r"\n<!-- headway card ([0-9a-f]{16}) -->\n*$")
 
@@ -107,6 +111,8 @@ def model_card(
         data=_table(data),
         metrics=_table(config["metrics"]),
         lora=_lora(config.get("lora")),
+        changed=CHANGED.format(target=name) if config.get("target_changed") else "",
+        joint=_joint(config.get("joint")),
         measured="".join(f"\n{table}\n" for table in measured),
         place=place,
         **carries,
@@ -162,6 +168,22 @@ def _lora(lora: dict[str, Any] | None) -> str:
     where = "beside the base head's weights, in PEFT's layout" if lora["keep"] else "in the weights"
     fields = {k: v for k, v in lora.items() if k not in ("from", "keep")}
     return f"## LoRA\n\nTrained on the head {lora['from']}, which was frozen; it is {where}.\n\n{_table(fields)}\n\n"
+
+
+def _joint(joint: dict[str, Any] | None) -> str:
+    if joint is None:
+        return ""
+    measured = {
+        "KL divergence from the unchanged target, nats a token": joint.get("target_kl"),
+        "likeliest word the same": joint.get("target_top1"),
+        "held-out tokens": joint.get("tokens"),
+    }
+    fields = {k: v for k, v in joint.items() if k not in ("target_kl", "target_top1", "tokens")}
+    apart = {k: "not measured" if v is None else v for k, v in measured.items()}
+    return (
+        f"## The target changed\n\nHow far it is from the unchanged one, on held-out rows:\n\n{_table(apart)}\n\n"
+        f"How the adapter was trained, together with the head:\n\n{_table(fields)}\n\n"
+    )
 
 
 def _table(values: dict[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 config.json   format, family, dtype, head (the family's Config), target (TargetInfo), weights_of (fingerprint of the
               target's weights), metrics, data; where a LoRA was trained on another head, lora: from, rank, alpha, dropout, modules,
-              keep (it lies beside that head's weights, see lora.py)
+              keep (it lies beside that head's weights, see lora.py); where the adapter on the target was trained together
+              with the head, target_changed and joint: how, and how far the target is from what it was (train/joint.py)
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ def save_head(
     state_dict: dict[str, Tensor] | None = None,
     lora: dict[str, Any] | None = None,
     kept: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
+    joint: dict[str, Any] | None = None,
 ) -> Path:
     """Write a head as a folder and return its path; a head that was there is replaced only once the new one is whole.
 
     `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the
     gathered state under sharded training. `lora` says what LoRA was trained on the head, and `kept` holds its tensors and
-    PEFT's config of it, where it is to lie beside the head's weights and not in them. Raises HeadwayError for a missing or
+    PEFT's config of it, where it is to lie beside the head's weights and not in them. `joint` says how the adapter on the
+    target was trained together with the head, and how far the target is from what it was. Raises HeadwayError for a missing or
     empty tensor, or a folder that holds something else.
     """
     folder = Path(folder)
@@ -65,6 +68,7 @@ def save_head(
         "metrics": metrics or {},
         "data": data or {},
         **({} if lora is None else {"lora": lora}),
+        **({} if joint is None else {"target_changed": True, "joint": joint}),
     }
     with folder_aside(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})

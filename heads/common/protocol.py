@@ -199,6 +199,8 @@ class LossReport:
     vocabulary is a miss."""
     count_S: Tensor
     """Per step: supervised tokens counted."""
+    figures: dict[str, Tensor] = field(default_factory=dict)
+    """Further means over the tokens that the first step counts, by name; detached."""
 
 
 @dataclass
