@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headway.heads.common.checkpoint import written_aside
+from headway.heads.common.aside import folder_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lora import PREFIX, write_lora
 from headway.heads.common.losses import CHUNK_ELEMENTS, label_positions
@@ -228,7 +228,7 @@ class Joint(nn.Module):
         written = self._wrapped[0].peft_config[NAME].to_dict() | {"inference_mode": True}
         written = {k: sorted(v) if isinstance(v, set) else getattr(v, "value", v) for k, v in written.items()}
         said = {**self.fields, "modules": list(ends(self.names)), **_measured(metrics)}
-        with written_aside(folder) as aside:
+        with folder_aside(folder) as aside:
             write_lora(aside, named, written)
             fields = {
                 "target": self.target.info.name,
