@@ -331,13 +331,15 @@ def test_a_tree_tells_an_attached_adapter_from_a_merged_one(
     (tmp_path / "tree.json").replace(tmp_path / "head" / "tree.json")
     head = str(tmp_path / "head")
     assert inputs.saved_tree(head, attached) == parse_policy("chain:2")
-    assert inputs.economy(head, attached, None).prices
+    assert inputs.economy(head, attached, None)._prices
     assert capsys.readouterr().err == ""
     for other, words in ((merged, "cpu float32, adapter merged"), (bare_target, "cpu float32")):
         assert inputs.saved_tree(head, other) is None
         assert f"was tuned for cpu float32, adapter attached; not for {words}\n" in capsys.readouterr().err
-        assert not inputs.economy(head, other, None).prices
+        assert not inputs.economy(head, other, None)._prices
     save_policy(head, merged, {"policy": "off", "plain_ms": 10.0, "candidates": [row]})
     assert set(read_policies(head)) == {"cpu float32, adapter attached", "cpu float32, adapter merged"}
-    attached.model.merge_adapter()  # by who holds the model
+    for module in attached.model.modules():
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            module.merge()  # by who holds the model
     assert attached.carries == "adapter merged"
