@@ -105,9 +105,11 @@ def joint_batches(
 ) -> tuple[int | None, Features, Features, list[str]]:
     """Return what `setup.prepare_features` does, for a target whose features change with every step: none are kept.
 
-    Raises HeadwayError for modules that the target has not.
+    Raises HeadwayError for modules that the target has not, and for a target that `dtype: auto` loaded in float16.
     """
     assert config.joint is not None
+    if target.dtype == torch.float16:
+        raise HeadwayError("joint: gradients overflow in float16, which dtype=auto chose here; set dtype=float32")
     chosen_modules(target, config.joint["modules"])
     made = [
         Tokens(target, head.config.taps, make_batches(r, config.tokens_per_batch)) for r in (rows.train, rows.held_out)
