@@ -134,7 +134,7 @@ class Head(IdsHead):
         feature = batch.tap_BTF.to(module_dtype(self))
         if self.training and config.noise:
             feature = feature + (2 * torch.rand_like(feature) - 1) * config.noise
-        predicted_S = unroll(self, feature, batch.token_BT, config.steps)
+        predicted_S = unroll(self, feature, batch.token_BT, config.steps, batch.supervised_BT)
         report = distil_loss(
             self.frozen,
             batch,

@@ -127,8 +127,9 @@ class Head(MapsHead):
         )  # fmt: skip
 
     def unroll(self, batch: Batch) -> list[Tensor]:
-        """Return the layer's output [B, T, D] at every anchor for each step of the training-time test."""
-        return unroll(self, self.fuse_taps(batch.tap_BTF), batch.token_BT, self.config.steps)
+        """Return the layer's output [B, T, D] at the anchors that have a goal, for each step of the training-time test."""
+        feature_BTD = self.fuse_taps(batch.tap_BTF)
+        return unroll(self, feature_BTD, batch.token_BT, self.config.steps, batch.supervised_BT)
 
     def fuse_taps(self, tap_BTF: Tensor) -> Tensor:
         """Return one feature [B, T, D] from those of the taps."""

@@ -21,12 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from headway.heads.common.blocks import after
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Frontier, Frozen, HeadConfig, TargetInfo
 from headway.heads.common.slots import Slots, seen_slots
+
+
+SPARSE = 0.9
+"""Training leaves anchors without a goal out where those with one are at most this share of a batch's positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,12 @@ class Rotary:
         return cos, sin
 
 
+def rotate(x: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
+    """Return queries or keys [B, H, T, d] rotated to their positions."""
+    cos, sin = cos_BTd.to(x.dtype)[:, None], sin_BTd.to(x.dtype)[:, None]
+    return x * cos + rotate_half(x) * sin  # type: ignore[no-any-return]
+
+
 class DraftLayer(nn.Module):
     """A Llama decoder layer whose attention reads one input per norm, each normed, concatenated; with no norms, one input
     as it is."""
@@ -142,13 +152,25 @@ class DraftLayer(nn.Module):
 
     def project(self, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [B, H, T, d] and keys, and values [B, K, T, d], of inputs [B, T, D]."""
+        x = self.read(inputs)
+        return self.queries(x, cos, sin), *self.keys_and_values(x, cos, sin)
+
+    def read(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return what attention reads [B, T, width]: the inputs, each normed, side by side."""
         if self.norms:
             inputs = [self.get_submodule(name)(x) for name, x in zip(self.norms, inputs, strict=True)]
-        x = torch.cat(list(inputs), dim=-1)
-        shape = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, cos.to(q.dtype), sin.to(q.dtype))
-        return q, k, v
+        return torch.cat(list(inputs), dim=-1)
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return rotated queries [B, H, T, d] of what attention reads."""
+        return rotate(self._split(self.q_proj(x)), cos, sin)
+
+    def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values [B, K, T, d] of what attention reads."""
+        return rotate(self._split(self.k_proj(x)), cos, sin), self._split(self.v_proj(x))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def finish(self, hidden_BTD: Tensor, attended_BHTd: Tensor) -> Tensor:
         """Return the layer's output [B, T, D]: the residual `hidden_BTD`, what attention gathered, and the MLP."""
@@ -265,29 +287,82 @@ class Drafted:
     """bool: which drafted nodes each node of the last frontier attends to, itself included; None at the root."""
 
 
-def unroll(head: Recurrent, feature_BTD: Tensor, token_BT: Tensor, steps: int) -> list[Tensor]:
-    """Return the layer's output [B, T, D] at every anchor for each step: the training-time test."""
-    T = token_BT.shape[1]
+def unroll(
+    head: Recurrent, feature_BTD: Tensor, token_BT: Tensor, steps: int, supervised_BT: Tensor | None = None
+) -> list[Tensor]:
+    """Return the layer's output [B, T, D] at every anchor for each step: the training-time test.
+
+    With `supervised_BT` the output is that of the anchors from which a supervised token is predicted, and zero at the
+    others or of no meaning: later steps attend to none but their own anchor, so of the others keys and values will do.
+    """
+    B, T = token_BT.shape
+    device = token_BT.device
     embed_BTD = head.embed(token_BT)
-    hidden = feature_BTD
-    position = torch.arange(T, device=token_BT.device)[None]
-    later_TT = torch.ones(T, T, dtype=torch.bool, device=token_BT.device).triu(1)
-    outputs: list[Tensor] = []
-    first: tuple[Tensor, Tensor] | None = None
+    some = None if supervised_BT is None else Anchors.of_goals(supervised_BT, steps)
+    position = torch.arange(T, device=device)[None] if some is None else some.position_BA
+    later = torch.arange(T, device=device) > position[:, None, :, None]
+
+    residual, inputs = head.fuse(feature_BTD, after(embed_BTD, 1))
+    x = head.layer.read(inputs)
+    everywhere = torch.arange(T, device=device)[None]
+    k, v = head.layer.keys_and_values(x, *head.rotary(feature_BTD, everywhere))
+    first = head.layer.per_query_head(k, v)
+    if some is not None:
+        x, residual = some.pick(x), some.pick(residual)
+    q = head.layer.queries(x, *head.rotary(feature_BTD, position))
+    if some is None:
+        attended = F.scaled_dot_product_attention(q, *first, is_causal=True)
+    else:
+        attended = F.scaled_dot_product_attention(q, *first, attn_mask=~later)
+    outputs = [head.layer.finish(residual, attended)]
+
     own: list[tuple[Tensor, Tensor]] = []  # keys and values of steps 1..s at each anchor
-    for s in range(steps):
-        residual, inputs = head.fuse(hidden, after(embed_BTD, 1 + s))
+    for s in range(1, steps):
+        hidden, embed = head.feed(outputs[-1]), after(embed_BTD, 1 + s)
+        residual, inputs = head.fuse(hidden, embed if some is None else some.pick(embed))
         q, k, v = head.layer.project(inputs, *head.rotary(hidden, position + s))
-        k, v = head.layer.per_query_head(k, v)
-        if first is None:
-            first = (k, v)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            own.append((k, v))
-            attended = attend_steps(q, first, own, later_TT)
-        outputs.append(head.layer.finish(residual, attended))
-        hidden = head.feed(outputs[-1])
-    return outputs
+        own.append(head.layer.per_query_head(k, v))
+        outputs.append(head.layer.finish(residual, attend_steps(q, first, own, later)))
+    return outputs if some is None else [some.place(output) for output in outputs]
+
+
+@dataclass
+class Anchors:
+    """Some of the anchors of each row, A of them: a row's own choice, filled up with others where another row has more."""
+
+    position_BA: Tensor
+    num_positions: int
+
+    @classmethod
+    def of_goals(cls, supervised_BT: Tensor, steps: int) -> Anchors | None:
+        """Return the anchors from which a supervised token is predicted in one of the steps, or None when they are nearly
+        all, and leaving out the rest would cost more than it saves."""
+        if supervised_BT.is_meta:
+            return None
+        T = supervised_BT.shape[1]
+        goal_BT = torch.zeros_like(supervised_BT)
+        for s in range(min(steps, T - 2)):
+            goal_BT[:, : T - 2 - s] |= supervised_BT[:, 2 + s :]
+        most = int(goal_BT.sum(1).max())
+        if most > SPARSE * T:
+            return None
+        return cls(goal_BT.int().argsort(dim=1, descending=True, stable=True)[:, : max(most, 1)], T)
+
+    def __post_init__(self) -> None:
+        B = len(self.position_BA)
+        row_B1 = torch.arange(B, device=self.position_BA.device)[:, None]
+        self._flat = (row_B1 * self.num_positions + self.position_BA).flatten()
+
+    def pick(self, x_BTX: Tensor) -> Tensor:
+        """Return the entries of these anchors [B, A, X]."""
+        B, A = self.position_BA.shape
+        return x_BTX.flatten(0, 1).index_select(0, self._flat).view(B, A, -1)
+
+    def place(self, x_BAX: Tensor) -> Tensor:
+        """Return the entries where their anchors are [B, T, X], zeros elsewhere."""
+        B, _, X = x_BAX.shape
+        zeros = x_BAX.new_zeros(B * self.num_positions, X)
+        return zeros.index_copy(0, self._flat, x_BAX.flatten(0, 1)).view(B, -1, X)
 
 
 def absorb(head: Recurrent, feature_BTD: Tensor, context: Context, state: Drafted | None, rows: int) -> Drafted:

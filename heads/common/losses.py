@@ -36,6 +36,14 @@ def to_teacher(value_BTX: Tensor, step: int) -> Tensor:
     return torch.cat([pad, value_BTX[:, :-shift]], dim=1)
 
 
+def _at_teacher(value_BTX: Tensor, row_M: Tensor, position_M: Tensor, step: int) -> Tensor:
+    """Return `to_teacher` at some positions [M, X], but what is at the first one where there is no such anchor. Whole rows
+    are copied, and their gradients added: indexing by pairs does both element by element."""
+    T = value_BTX.shape[1]
+    anchor_M = (position_M - 1 - step).clamp_min(0)
+    return value_BTX.flatten(0, 1).index_select(0, row_M * T + anchor_M)
+
+
 def label_positions(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return (row, position), each [M]: teacher positions j whose next token was emitted by the target."""
     taught_BT = torch.zeros_like(batch.supervised_BT)
@@ -238,7 +246,7 @@ def distil_loss(
         normaliser_M, argmax_M = summarise(frozen, last_MD)
     else:
         normaliser_M, argmax_M = batch.normaliser_BT[row_M, position_M], batch.argmax_BT[row_M, position_M]
-    hidden_MSD = torch.stack([to_teacher(h, s)[row_M, position_M] for s, h in enumerate(hidden_S)], 1)
+    hidden_MSD = torch.stack([_at_teacher(h, row_M, position_M, s) for s, h in enumerate(hidden_S)], 1)
     valid_MS, count_S = _anchored(position_M, len(hidden_S))
     step_weight_S = objective.weights(len(hidden_S), decay).to(count_S.device)
     weight_MS = (valid_MS * (step_weight_S / count_S.clamp_min(1))).to(_full(hidden_MSD.dtype))
@@ -269,7 +277,7 @@ def feature_loss(batch: Batch, feature_S: Sequence[Tensor], step_weight_S: Seque
     valid_MS, count_S = _anchored(position_M, len(feature_S))
     means = []
     for s, feature_BTD in enumerate(feature_S):
-        feature_MD = to_teacher(feature_BTD, s)[row_M, position_M].to(full)
+        feature_MD = _at_teacher(feature_BTD, row_M, position_M, s).to(full)
         distance_M = F.smooth_l1_loss(feature_MD, goal_MD, reduction="none").mean(-1)
         means.append((distance_M * valid_MS[:, s]).sum() / count_S[s].clamp_min(1))
     mean_S = torch.stack(means)
