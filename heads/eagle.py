@@ -82,6 +82,7 @@ class Head(IdsHead):
     """fc over token embedding and feature, and one draft layer without norms before it; the target's LM head."""
 
     config: Config
+    embeds_apart = False
 
     def __init__(self, config: Config, frozen: Frozen) -> None:
         super().__init__(config, frozen)

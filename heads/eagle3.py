@@ -82,6 +82,7 @@ class Head(MapsHead):
     """fc over the taps, one draft layer, norm, LM head over the draft vocabulary."""
 
     config: Config
+    embeds_apart = True
 
     def __init__(self, config: Config, frozen: Frozen) -> None:
         super().__init__(config, frozen)

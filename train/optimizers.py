@@ -34,10 +34,16 @@ def make_optimizer(config: TrainConfig, head: Head) -> torch.optim.Optimizer:
     ]
     groups = [g for g in groups if g["params"]]
     if not hidden:
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+        return adamw(groups, config)
     # Updates of AdamW's size (arXiv 2502.16982), so that one learning rate serves both.
     muon = torch.optim.Muon(hidden, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw")
-    return Both(muon, torch.optim.AdamW(groups, lr=config.lr, betas=config.betas) if groups else None)
+    return Both(muon, adamw(groups, config) if groups else None)
+
+
+def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:
+    """Return AdamW that passes over each weight once, where torch has that for the device of the weights."""
+    fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:

@@ -158,19 +158,26 @@ class DraftLayer(nn.Module):
     def read(self, inputs: Sequence[Tensor]) -> Tensor:
         """Return what attention reads [B, T, width]: the inputs, each normed, side by side."""
         if self.norms:
-            inputs = [self.get_submodule(name)(x) for name, x in zip(self.norms, inputs, strict=True)]
+            # Of fewer inputs, the last ones.
+            inputs = [self.get_submodule(name)(x) for name, x in zip(self.norms[-len(inputs) :], inputs, strict=True)]
         return torch.cat(list(inputs), dim=-1)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether queries, keys and values are products with weights alone, no LoRA beside them."""
+        return all(type(p) is nn.Linear for p in (self.q_proj, self.k_proj, self.v_proj))
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return rotated queries [B, H, T, d] of what attention reads."""
-        return rotate(self._split(self.q_proj(x)), cos, sin)
+        return rotate(self.per_head(self.q_proj(x)), cos, sin)
 
     def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return rotated keys and values [B, K, T, d] of what attention reads."""
-        return rotate(self._split(self.k_proj(x)), cos, sin), self._split(self.v_proj(x))
+        return rotate(self.per_head(self.k_proj(x)), cos, sin), self.per_head(self.v_proj(x))
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+    def per_head(self, x: Tensor) -> Tensor:
+        """Return heads side by side [B, T, n d] as [B, n, T, d]."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def finish(self, hidden_BTD: Tensor, attended_BHTd: Tensor) -> Tensor:
         """Return the layer's output [B, T, D]: the residual `hidden_BTD`, what attention gathered, and the MLP."""
@@ -260,6 +267,8 @@ class Recurrent(Protocol):
     """A head whose single layer reads its own output: what `unroll`, `absorb` and `expand` need of it."""
 
     layer: DraftLayer
+    embeds_apart: bool
+    """Whether the first of the layer's inputs is the token's embedding as it is."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the token embeddings in the head's dtype."""
@@ -295,24 +304,22 @@ def unroll(
     With `supervised_BT` the output is that of the anchors from which a supervised token is predicted, and zero at the
     others or of no meaning: later steps attend to none but their own anchor, so of the others keys and values will do.
     """
-    B, T = token_BT.shape
-    device = token_BT.device
+    T, device = token_BT.shape[1], token_BT.device
     embed_BTD = head.embed(token_BT)
     some = None if supervised_BT is None else Anchors.of_goals(supervised_BT, steps)
-    position = torch.arange(T, device=device)[None] if some is None else some.position_BA
-    later = torch.arange(T, device=device) > position[:, None, :, None]
+    everywhere = torch.arange(T, device=device)[None]
+    position = everywhere if some is None else some.position_BA
+    later = everywhere[:, None, None] > position[:, None, :, None]
+    projections = Projections if head.embeds_apart and head.layer.is_plain else PlainProjections
+    project = projections(head.layer, embed_BTD, some)
 
     residual, inputs = head.fuse(feature_BTD, after(embed_BTD, 1))
-    x = head.layer.read(inputs)
-    everywhere = torch.arange(T, device=device)[None]
-    k, v = head.layer.keys_and_values(x, *head.rotary(feature_BTD, everywhere))
+    q, k, v = project.first(inputs, head.rotary(feature_BTD, position), head.rotary(feature_BTD, everywhere))
     first = head.layer.per_query_head(k, v)
-    if some is not None:
-        x, residual = some.pick(x), some.pick(residual)
-    q = head.layer.queries(x, *head.rotary(feature_BTD, position))
     if some is None:
         attended = F.scaled_dot_product_attention(q, *first, is_causal=True)
     else:
+        residual = some.pick(residual)
         attended = F.scaled_dot_product_attention(q, *first, attn_mask=~later)
     outputs = [head.layer.finish(residual, attended)]
 
@@ -320,10 +327,64 @@ def unroll(
     for s in range(1, steps):
         hidden, embed = head.feed(outputs[-1]), after(embed_BTD, 1 + s)
         residual, inputs = head.fuse(hidden, embed if some is None else some.pick(embed))
-        q, k, v = head.layer.project(inputs, *head.rotary(hidden, position + s))
+        q, k, v = project.later(s, inputs, *head.rotary(hidden, position + s))
         own.append(head.layer.per_query_head(k, v))
         outputs.append(head.layer.finish(residual, attend_steps(q, first, own, later)))
     return outputs if some is None else [some.place(output) for output in outputs]
+
+
+class PlainProjections:
+    """Queries, keys and values of an unrolling, each step on its own: the plain twin of Projections."""
+
+    def __init__(self, layer: DraftLayer, embed_BTD: Tensor, some: Anchors | None) -> None:
+        self.layer, self.some = layer, some
+
+    def first(
+        self, inputs: Sequence[Tensor], turn: tuple[Tensor, Tensor], turn_all: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return step 0's queries of some anchors, and keys and values of all; `turn` are cos and sin of each."""
+        x = self.layer.read(inputs)
+        q = self.layer.queries(x if self.some is None else self.some.pick(x), *turn)
+        return q, *self.layer.keys_and_values(x, *turn_all)
+
+    def later(self, step: int, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a later step's queries, keys and values of some anchors."""
+        return self.layer.project(inputs, cos, sin)
+
+
+class Projections(PlainProjections):
+    """Queries, keys and values of an unrolling where the first input is the token's embedding: what it adds to them is the
+    same at each step but for the position, so it is computed once."""
+
+    def __init__(self, layer: DraftLayer, embed_BTD: Tensor, some: Anchors | None) -> None:
+        super().__init__(layer, embed_BTD, some)
+        D = embed_BTD.shape[-1]
+        weight = torch.cat([p.weight for p in (layer.q_proj, layer.k_proj, layer.v_proj)])
+        of_token, self.weight = weight.split([D, weight.shape[1] - D], dim=1)
+        self.num_queries = layer.q_proj.out_features
+        self.of_q, self.of_kv = self.weight.split([self.num_queries, len(weight) - self.num_queries])
+        self.token_BTX = F.linear(layer.get_submodule(layer.norms[0])(embed_BTD), of_token)
+
+    def first(
+        self, inputs: Sequence[Tensor], turn: tuple[Tensor, Tensor], turn_all: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return step 0's queries of some anchors, and keys and values of all; `turn` are cos and sin of each."""
+        x = self.layer.read(inputs[1:])
+        token_q, token_kv = after(self.token_BTX, 1).split([self.num_queries, len(self.of_kv)], dim=-1)
+        k, v = (F.linear(x, self.of_kv) + token_kv).chunk(2, dim=-1)
+        if self.some is not None:
+            x, token_q = self.some.pick(x), self.some.pick(token_q)
+        q = F.linear(x, self.of_q) + token_q
+        per_head = self.layer.per_head
+        return rotate(per_head(q), *turn), rotate(per_head(k), *turn_all), per_head(v)
+
+    def later(self, step: int, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a later step's queries, keys and values of some anchors."""
+        token = after(self.token_BTX, 1 + step)
+        both = F.linear(self.layer.read(inputs[1:]), self.weight) + (token if self.some is None else self.some.pick(token))
+        rest = len(self.of_kv) // 2
+        q, k, v = (self.layer.per_head(x) for x in both.split([self.num_queries, rest, rest], dim=-1))
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 @dataclass

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from headway.heads.common.draft_layer import unroll
+from headway.heads.common import draft_layer
+from headway.heads.common.draft_layer import Anchors, Projections, unroll
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.objective import Objective
 from headway.heads.common.protocol import find_family
@@ -31,6 +32,58 @@ def test_later_steps_draft_what_they_are_trained_to_say(target, fields):
     head = small("eagle", target, **fields)
     contract.test_training_and_drafting_compute_the_same(head, target)
     contract.test_gradients_reach_every_parameter_and_none_of_the_target(head, target)
+
+
+def loss_and_gradients(head, batch):
+    head.zero_grad()
+    loss = head.loss(batch).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in head.parameters())]
+
+
+def with_few_goals(batch):
+    """Return a batch whose goals are two spans of the first row and the last token of the second."""
+    supervised_BT = torch.zeros_like(batch.supervised_BT)
+    supervised_BT[0, 8:11] = supervised_BT[0, 15:18] = supervised_BT[1, 16] = True
+    return dataclasses.replace(batch, supervised_BT=supervised_BT)
+
+
+@pytest.mark.parametrize("family", ["eagle", "eagle3"])
+def test_anchors_without_a_goal_are_left_out_and_nothing_changes(target, family, monkeypatch):
+    head = small(family, target, steps=3)
+    batch = with_few_goals(make_batch(target, head.config.taps))
+    widths = []
+    head.layer.mlp.register_forward_pre_hook(lambda module, given: widths.append(given[0].shape[1]))
+    some = loss_and_gradients(head, batch)
+    assert widths == [10] * 3  # of 24: three steps reach two anchors further back than the first of each span
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_layer, "SPARSE", 0)
+        torch.testing.assert_close(loss_and_gradients(head, batch), some, rtol=1e-5, atol=1e-6)
+    assert widths[3:] == [24] * 3
+    of_goals = Anchors.of_goals
+    monkeypatch.setattr(Anchors, "of_goals", lambda supervised_BT, steps: of_goals(supervised_BT, steps - 1))
+    assert float(loss_and_gradients(head, batch)[0]) != pytest.approx(float(some[0]), rel=1e-3)
+
+
+def test_what_tokens_add_is_computed_once_and_nothing_changes(target, monkeypatch):
+    head = small("eagle3", target, steps=3)
+    for batch in (make_batch(target, head.config.taps), with_few_goals(make_batch(target, head.config.taps))):
+        monkeypatch.setattr(head, "embeds_apart", True)
+        apart = loss_and_gradients(head, batch)
+        monkeypatch.setattr(head, "embeds_apart", False)
+        torch.testing.assert_close(loss_and_gradients(head, batch), apart, rtol=1e-5, atol=1e-6)
+        # A projection with something beside its weight, as a LoRA, is asked.
+        monkeypatch.setattr(head, "embeds_apart", True)
+        plain = head.layer.k_proj
+        head.layer.k_proj = torch.nn.Sequential(plain, torch.nn.Dropout(0.0))
+        torch.testing.assert_close(loss_and_gradients(head, batch)[0], apart[0], rtol=1e-5, atol=1e-6)
+        head.layer.k_proj = torch.nn.Sequential(plain, torch.nn.Threshold(0.0, 1.0))
+        assert float(loss_and_gradients(head, batch)[0]) != pytest.approx(float(apart[0]), rel=1e-3)
+        head.layer.k_proj = plain
+        later = Projections.later
+        with monkeypatch.context() as patch:
+            patch.setattr(Projections, "later", lambda self, step, *given: later(self, step + 1, *given))
+            assert float(loss_and_gradients(head, batch)[0]) != pytest.approx(float(apart[0]), rel=1e-4)
 
 
 @pytest.mark.parametrize("changed", ["output", "rotary"])
