@@ -196,7 +196,7 @@ def specforge(contest: Contest, compact: bool = False) -> tuple[Step, torch.nn.M
     head.freeze_weights()
     head = head.eval().to(contest.dtype)
     strategy = Eagle3TrainStrategy(model, target_head=head, compact_teacher=compact)
-    optimizer = BF16Optimizer(draft, lr=LR, max_grad_norm=0.5)
+    optimizer = BF16Optimizer(draft, lr=LR, max_grad_norm=0.5, warmup_ratio=0.0)
 
     def step(given: dict[str, Tensor]) -> float:
         real = (torch.arange(given["token"].shape[1]) < given["length"][:, None]).long()

@@ -510,8 +510,9 @@ def attend_steps(
     causal = torch.matmul(q, first[0].transpose(-1, -2)).float().masked_fill(later, -torch.inf)
     beside = torch.stack([(q * k).sum(-1) for k, _ in own], dim=-1).float()
     weight = torch.cat([causal, beside], dim=-1).softmax(-1).to(q.dtype)
-    T = first[0].shape[2]
-    out = torch.matmul(weight[..., :T], first[1])
+    # Split, not sliced: the gradient of a slice is as large as the whole.
+    weight, weight_own = weight.split([first[0].shape[2], len(own)], dim=-1)
+    out = torch.matmul(weight, first[1])
     for i, (_, v) in enumerate(own):
-        out = out + weight[..., T + i, None] * v
+        out = out + weight_own[..., i, None] * v
     return out

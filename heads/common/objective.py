@@ -112,7 +112,7 @@ def make_teacher(objective: Objective, log_NV: Tensor, label_N: Tensor, scratch:
 def value_and_grad(objective: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Return the objective at each label [N] and its derivative with respect to the logits z [N, V].
 
-    z is overwritten; the derivative lies in z or in the scratch, until the next call.
+    z may be overwritten; the derivative lies in z or in the scratch, until the next call.
     """
     return _WRITTEN_OUT[objective.name](objective, z_NV, teacher, scratch)
 
@@ -127,27 +127,32 @@ def _through_softmax(q_NV: Tensor, d_NV: Tensor) -> Tensor:
     return d_NV.sub_(torch.linalg.vecdot(q_NV, d_NV)[:, None]).mul_(q_NV)
 
 
+def _log_softmax(z_NV: Tensor, scratch: Scratch) -> Tensor:
+    """Return log q in the scratch: in one pass over z, where a logsumexp and what follows are five."""
+    return torch.log_softmax(z_NV, -1, out=scratch.like("log_q", z_NV))  # type: ignore[call-overload, no-any-return]
+
+
 def _kl(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    log_N1 = z_NV.logsumexp(-1, keepdim=True)
-    loss_N = _kl_value(z_NV, log_N1, teacher)
-    return loss_N, z_NV.sub_(log_N1).exp_().mul_(teacher.mass_N1).sub_(teacher.p_NV)
+    log_q_NV = _log_softmax(z_NV, scratch)
+    loss_N = _kl_value(log_q_NV, teacher)
+    return loss_N, log_q_NV.exp_().mul_(teacher.mass_N1).sub_(teacher.p_NV)
 
 
-def _kl_value(z_NV: Tensor, log_N1: Tensor, teacher: Teacher) -> Tensor:
+def _kl_value(log_q_NV: Tensor, teacher: Teacher) -> Tensor:
     # m KL(p/m || q), with m = sum(p)
-    return (log_N1 * teacher.mass_N1)[:, 0] - torch.linalg.vecdot(teacher.p_NV, z_NV) - teacher.entropy
+    return -torch.linalg.vecdot(teacher.p_NV, log_q_NV) - teacher.entropy
 
 
 def _ce(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
     inside_N1 = (teacher.label_N >= 0)[:, None].to(z_NV.dtype)
     label_N1 = teacher.label_N.clamp_min(0)[:, None]
-    log_q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True))
+    log_q_NV = _log_softmax(z_NV, scratch)
     loss_N = (-log_q_NV.gather(-1, label_N1) * inside_N1)[:, 0]
     return loss_N, log_q_NV.exp_().mul_(inside_N1).scatter_add_(-1, label_N1, -inside_N1)
 
 
 def _reverse_kl(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    log_q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True))
+    log_q_NV = _log_softmax(z_NV, scratch)
     q_NV = torch.exp(log_q_NV, out=scratch.like("q", z_NV))
     d_NV = log_q_NV.sub_(teacher.log_NV)
     loss_N = torch.linalg.vecdot(q_NV, d_NV)
@@ -155,7 +160,7 @@ def _reverse_kl(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) 
 
 
 def _jsd(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    log_q_NV = z_NV.sub_(z_NV.logsumexp(-1, keepdim=True))
+    log_q_NV = _log_softmax(z_NV, scratch)
     q_NV = torch.exp(log_q_NV, out=scratch.like("q", z_NV))
     # log(q / mean) = log 2 - log(1 + p/q); a constant changes no gradient, and without log 2 less is lost to rounding
     gap_NV = log_q_NV.neg_().add_(teacher.log_NV)
@@ -173,7 +178,7 @@ def _softplus(x: Tensor, out: Tensor) -> Tensor:
 
 
 def _tv(_: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    return _tv_of(z_NV.sub_(z_NV.logsumexp(-1, keepdim=True)).exp_(), teacher, scratch)
+    return _tv_of(_log_softmax(z_NV, scratch).exp_(), teacher, scratch)
 
 
 def _tv_of(q_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -185,9 +190,9 @@ def _tv_of(q_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Te
 
 
 def _lk(objective: Objective, z_NV: Tensor, teacher: Teacher, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    log_N1 = z_NV.logsumexp(-1, keepdim=True)
-    kl_N = _kl_value(z_NV, log_N1, teacher)
-    q_NV = z_NV.sub_(log_N1).exp_()
+    log_q_NV = _log_softmax(z_NV, scratch)
+    kl_N = _kl_value(log_q_NV, teacher)
+    q_NV = log_q_NV.exp_()
     tv_N, grad_NV = _tv_of(q_NV, teacher, scratch)
     share_N = (-objective.eta * (1 - tv_N)).exp()
     grad_NV.lerp_(q_NV.mul_(teacher.mass_N1).sub_(teacher.p_NV), share_N[:, None])
