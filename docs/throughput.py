@@ -255,7 +255,7 @@ def work(name: str, settings: dict[str, Any]) -> None:
         attention=settings["attention"],
     )
     step, module = CONTESTANTS[name](contest)
-    batches = [prepare(b, contest, settings["supervise"]) for b in load(work_folder)]
+    batches = [prepare(b, contest, settings["supervise"]) for b in load(work_folder)[: settings["batches"]]]
     if name.startswith("speculators"):
         batches = [packed(b) for b in batches]
     before = resident("VmRSS")
@@ -367,7 +367,9 @@ def tabulate(results: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
                 "tokens_per_s": tokens / median(totals),
                 "range": [tokens / max(totals), tokens / min(totals)],
                 "step_ms": 1e3 * median(totals) / len(result["rounds"][0]["seconds"]),
-                "cpu_ms": 1e3 * median(r["cpu_seconds"] for r in result["rounds"]) / len(result["rounds"][0]["seconds"]),
+                "cpu_ms": 1e3
+                * median(r["cpu_seconds"] for r in result["rounds"])
+                / len(result["rounds"][0]["seconds"]),
                 "memory_mb": max(r["memory_mb"] for r in result["rounds"]),
                 "trained": result["trained"],
                 "losses": [result["first_loss"], result["rounds"][-1]["loss"]],
@@ -379,7 +381,9 @@ def tabulate(results: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
 def spell(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table, with the ratio of Headway's rate to each."""
     ours = next((r for r in rows if r["name"] == "headway" and "failed" not in r), None)
-    titles = "tokens/s  (least-most)    step ms     CPU ms  memory MB  trained M  loss, first and last  headway x  by CPU"
+    titles = (
+        "tokens/s  (least-most)    step ms     CPU ms  memory MB  trained M  loss, first and last  headway x  by CPU"
+    )
     lines = [f"  {'':18s} {titles}"]
     for r in rows:
         if "failed" in r:
@@ -425,7 +429,7 @@ def main() -> None:
     names = given.only or [name for name in CONTESTANTS if name != "specforge compact"]
     pythons = {name: of_python[name.split("+")[0].split()[0]] for name in names}
     pythons = {name: python for name, python in pythons.items() if python}
-    batches = load(given.work)
+    batches = load(given.work)[: given.batches]
     report: list[dict[str, Any]] = []
     for vocab in given.vocab:
         for dtype in given.dtype:
@@ -438,10 +442,13 @@ def main() -> None:
                 settings = {
                     "target": given.target, "work": str(given.work), "dtype": dtype, "supervise": supervise, "vocab": vocab,
                     "steps": given.steps, "attention": given.attention, "threads": given.threads,
+                    "batches": given.batches,
                 }  # fmt: skip
                 rows = tabulate(compete(pythons, settings, given.rounds), tokens)
                 sizes = " ".join("x".join(map(str, b["token"].shape)) for b in batches)
-                print(f"{dtype}, draft vocabulary {vocab or 'whole'}, {supervise}: {tokens} supervised tokens in {sizes}")
+                print(
+                    f"{dtype}, draft vocabulary {vocab or 'whole'}, {supervise}: {tokens} supervised tokens in {sizes}"
+                )
                 print(spell(rows), flush=True)
                 report.append({"settings": settings, "tokens": tokens, "rows": rows})
     if given.out:

@@ -381,7 +381,9 @@ class Projections(PlainProjections):
     def later(self, step: int, inputs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return a later step's queries, keys and values of some anchors."""
         token = after(self.token_BTX, 1 + step)
-        both = F.linear(self.layer.read(inputs[1:]), self.weight) + (token if self.some is None else self.some.pick(token))
+        both = F.linear(self.layer.read(inputs[1:]), self.weight) + (
+            token if self.some is None else self.some.pick(token)
+        )
         rest = len(self.of_kv) // 2
         q, k, v = (self.layer.per_head(x) for x in both.split([self.num_queries, rest, rest], dim=-1))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
