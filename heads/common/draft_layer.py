@@ -28,7 +28,6 @@ from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Context, Frontier, Frozen, HeadConfig, TargetInfo
 from headway.heads.common.slots import Slots, seen_slots
 
-
 SPARSE = 0.9
 """Training leaves anchors without a goal out where those with one are at most this share of a batch's positions."""
 
