@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -255,7 +256,7 @@ def work(name: str, settings: dict[str, Any]) -> None:
         attention=settings["attention"],
     )
     step, module = CONTESTANTS[name](contest)
-    batches = [prepare(b, contest, settings["supervise"]) for b in load(work_folder)]
+    batches = [prepare(b, contest, settings["supervise"]) for b in load(work_folder)[: settings["batches"]]]
     if name.startswith("speculators"):
         batches = [packed(b) for b in batches]
     before = resident("VmRSS")
@@ -327,6 +328,13 @@ def capture(target_name: str, dialogs: str, folder: Path, num_batches: int, toke
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
+def count_goals(batch: dict[str, Tensor], supervise: str) -> int:
+    """Return the supervised tokens of a batch that have an anchor."""
+    if supervise == "all":
+        return int((batch["length"] - 2).clamp_min(0).sum())
+    return int(batch["answers"][:, 2:].sum())
+
+
 def compete(pythons: dict[str, str], settings: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Let the contestants train, round by round in turn; return what each took, or how it failed."""
     processes, results = {}, {}
@@ -367,7 +375,9 @@ def tabulate(results: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
                 "tokens_per_s": tokens / median(totals),
                 "range": [tokens / max(totals), tokens / min(totals)],
                 "step_ms": 1e3 * median(totals) / len(result["rounds"][0]["seconds"]),
-                "cpu_ms": 1e3 * median(r["cpu_seconds"] for r in result["rounds"]) / len(result["rounds"][0]["seconds"]),
+                "cpu_ms": 1e3
+                * median(r["cpu_seconds"] for r in result["rounds"])
+                / len(result["rounds"][0]["seconds"]),
                 "memory_mb": max(r["memory_mb"] for r in result["rounds"]),
                 "trained": result["trained"],
                 "losses": [result["first_loss"], result["rounds"][-1]["loss"]],
@@ -379,7 +389,9 @@ def tabulate(results: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
 def spell(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table, with the ratio of Headway's rate to each."""
     ours = next((r for r in rows if r["name"] == "headway" and "failed" not in r), None)
-    titles = "tokens/s  (least-most)    step ms     CPU ms  memory MB  trained M  loss, first and last  headway x  by CPU"
+    titles = (
+        "tokens/s  (least-most)    step ms     CPU ms  memory MB  trained M  loss, first and last  headway x  by CPU"
+    )
     lines = [f"  {'':18s} {titles}"]
     for r in rows:
         if "failed" in r:
@@ -398,8 +410,6 @@ def spell(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Capture what is missing, compete in every setting, print tables, write the report."""
-    if sys.argv[1:2] == ["work"]:
-        return work(sys.argv[2], json.loads(sys.argv[3]))
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("target", help="folder of a Llama-like model")
     parser.add_argument("--dialogs", required=True)
@@ -425,28 +435,25 @@ def main() -> None:
     names = given.only or [name for name in CONTESTANTS if name != "specforge compact"]
     pythons = {name: of_python[name.split("+")[0].split()[0]] for name in names}
     pythons = {name: python for name, python in pythons.items() if python}
-    batches = load(given.work)
+    batches = load(given.work)[: given.batches]
+    sizes = " ".join("x".join(map(str, b["token"].shape)) for b in batches)
     report: list[dict[str, Any]] = []
-    for vocab in given.vocab:
-        for dtype in given.dtype:
-            for supervise in given.supervise:
-                goals = [b["answers"][:, 2:] if supervise == "answers" else None for b in batches]
-                tokens = sum(
-                    int((b["length"] - 2).clamp_min(0).sum()) if g is None else int(g.sum())
-                    for b, g in zip(batches, goals, strict=True)
-                )
-                settings = {
-                    "target": given.target, "work": str(given.work), "dtype": dtype, "supervise": supervise, "vocab": vocab,
-                    "steps": given.steps, "attention": given.attention, "threads": given.threads,
-                }  # fmt: skip
-                rows = tabulate(compete(pythons, settings, given.rounds), tokens)
-                sizes = " ".join("x".join(map(str, b["token"].shape)) for b in batches)
-                print(f"{dtype}, draft vocabulary {vocab or 'whole'}, {supervise}: {tokens} supervised tokens in {sizes}")
-                print(spell(rows), flush=True)
-                report.append({"settings": settings, "tokens": tokens, "rows": rows})
+    for vocab, dtype, supervise in product(given.vocab, given.dtype, given.supervise):
+        tokens = sum(count_goals(b, supervise) for b in batches)
+        settings = {
+            "target": given.target, "work": str(given.work), "dtype": dtype, "supervise": supervise, "vocab": vocab,
+            "steps": given.steps, "attention": given.attention, "threads": given.threads, "batches": given.batches,
+        }  # fmt: skip
+        rows = tabulate(compete(pythons, settings, given.rounds), tokens)
+        print(f"{dtype}, draft vocabulary {vocab or 'whole'}, {supervise}: {tokens} supervised tokens in {sizes}")
+        print(spell(rows), flush=True)
+        report.append({"settings": settings, "tokens": tokens, "rows": rows})
     if given.out:
         given.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["work"]:
+        work(sys.argv[2], json.loads(sys.argv[3]))
+    else:
+        main()

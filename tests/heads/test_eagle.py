@@ -67,6 +67,7 @@ def test_anchors_without_a_goal_are_left_out_and_nothing_changes(target, family,
 
 def test_what_tokens_add_is_computed_once_and_nothing_changes(target, monkeypatch):
     head = small("eagle3", target, steps=3)
+    later = Projections.later
     for batch in (make_batch(target, head.config.taps), with_few_goals(make_batch(target, head.config.taps))):
         monkeypatch.setattr(head, "embeds_apart", True)
         apart = loss_and_gradients(head, batch)
@@ -80,7 +81,6 @@ def test_what_tokens_add_is_computed_once_and_nothing_changes(target, monkeypatc
         head.layer.k_proj = torch.nn.Sequential(plain, torch.nn.Threshold(0.0, 1.0))
         assert float(loss_and_gradients(head, batch)[0]) != pytest.approx(float(apart[0]), rel=1e-3)
         head.layer.k_proj = plain
-        later = Projections.later
         with monkeypatch.context() as patch:
             patch.setattr(Projections, "later", lambda self, step, *given: later(self, step + 1, *given))
             assert float(loss_and_gradients(head, batch)[0]) != pytest.approx(float(apart[0]), rel=1e-4)
