@@ -28,9 +28,9 @@ TRIALS = 0.015
 """Most that trials may cost, as a share of the time: a dear one waits longer."""
 READING = 3.0
 """Plain rounds that a drafter's reading of what it missed, prompts too, is taken to last until it was seen."""
-START, STOP = 1.05, 1.0
+START, STOP = 1.08, 1.03
 """Drafting begins where it gives so much of plain decoding's tokens per second, and ends below STOP: a gain that is not clear
-may be none."""
+may be none, and rows that were asked together are done when the last one is, which gains less than the mean."""
 UNCLEAR = 0.9, 1.1
 """A trial whose gain is between these shares of START goes on, up to three times as long."""
 PROBE = 24
