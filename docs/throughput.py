@@ -318,7 +318,8 @@ def capture(target_name: str, dialogs: str, folder: Path, num_batches: int, toke
         answers = torch.zeros_like(batch.supervised_BT)
         for b, row in enumerate(chosen):
             answers[b, : len(row.supervised)] = torch.tensor(row.supervised)
-        assert batch.normaliser_BT is not None and batch.argmax_BT is not None
+        assert batch.normaliser_BT is not None
+        assert batch.argmax_BT is not None
         tensors = {
             "token": batch.token_BT, "length": batch.length_B, "answers": answers, "tap": batch.tap_BTF.bfloat16(),
             "last": batch.last_BTD.bfloat16(), "normaliser": batch.normaliser_BT, "argmax": batch.argmax_BT,
