@@ -345,7 +345,7 @@ def compete(pythons: dict[str, str], settings: dict[str, Any], rounds: int) -> d
         processes[name] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
-        ready = processes[name].stdout.readline()  # before the next begins
+        ready = said(processes[name])  # before the next begins
         if ready:
             results[name] = {**json.loads(ready), "rounds": []}
         else:
@@ -353,13 +353,19 @@ def compete(pythons: dict[str, str], settings: dict[str, Any], rounds: int) -> d
     for n in range(rounds):
         names = list(processes)
         for name in names[n % len(names) :] + names[: n % len(names)]:
-            process = processes[name]
-            process.stdin.write("round\n")
-            process.stdin.flush()
-            results[name]["rounds"].append(json.loads(process.stdout.readline()))
+            results[name]["rounds"].append(json.loads(said(processes[name], "round\n")))
     for process in processes.values():
         process.communicate("end\n")
     return results
+
+
+def said(process: subprocess.Popen[str], asked: str = "") -> str:
+    """Return the next line of a contestant, asked for one or not."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(asked)
+    process.stdin.flush()
+    return process.stdout.readline()
 
 
 def tabulate(results: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
