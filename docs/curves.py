@@ -40,7 +40,7 @@ Sets = dict[str, list[list[int]]]
 """Token ids of the prompts of each file, by its name."""
 SERIES_LOSS = "kl"
 LOSSES = ["kl", "ce", "reverse_kl", "jsd", "tv", "lk", "topk"]
-FROM_THE_RUN = ("loss", "seed", "max_steps", "max_seconds", "epochs", "out", "eval_every", "eval_prompts")
+FROM_THE_RUN = ("loss", "seed", "max_steps", "max_seconds", "epochs", "out", "eval_every", "eval_prompts", "tree")
 """Keys of a recipe that the script sets; the others are the same for all heads."""
 
 
@@ -88,7 +88,8 @@ def train_head(given: argparse.Namespace, head: Head, target: Target, shared: Me
         f"loss={head.loss}",
         f"seed={head.seed}",
     ]
-    recipe = [*given.overrides, *fixed, f"out={run_folder(given, head)}"]
+    # The tree is named so that one too deep for the head is refused before it is trained.
+    recipe = [*given.overrides, *fixed, f"tree={given.tree}", f"out={run_folder(given, head)}"]
     whole = load_recipe(given.recipe, [*recipe, "max_steps=1"])
     steps, epochs = steps_for(whole, head.tokens, target.max_positions)
     figures = train(load_recipe(given.recipe, [*recipe, f"max_steps={steps}"]), target=target, shared=shared)

@@ -1,4 +1,4 @@
-"""docs/curves.py on a tiny target: rows, table and plot; what was measured before is not measured again."""
+"""docs/curves.py and docs/store.py on a tiny target."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ lr: 0.01
 """
 
 
-@pytest.fixture(scope="module")
-def curves() -> ModuleType:
-    path = Path(__file__).parents[2] / "docs" / "curves.py"
-    spec = importlib.util.spec_from_file_location("docs_curves", path)
+def script(name: str) -> ModuleType:
+    """Return the module of docs/NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", Path(__file__).parents[2] / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def curves() -> ModuleType:
+    return script("curves")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +100,9 @@ def test_other_settings_are_not_mixed_in(curves, given):
         curves.main([*given, "dtype=auto"])
     with pytest.raises(HeadwayError, match="loss"):
         curves.main([*given, "--losses", "kl,none"])
+    with pytest.raises(HeadwayError, match="depth 3"):  # before anything is trained
+        curves.main([*given[:-1], f"{given[-1]}-deep", "--tree", "chain:3"])
+    assert not list(Path(f"{given[-1]}-deep").glob("kl-*/head"))
 
 
 def test_steps_are_those_whose_batches_hold_the_tokens(curves, given):
@@ -104,3 +111,12 @@ def test_steps_are_those_whose_batches_hold_the_tokens(curves, given):
     assert steps > 1000 / 96
     assert epochs > 4  # 13 dialogs of about 13 goals
     assert curves.steps_for(config, 1, 512)[0] == 1
+
+
+def test_what_int8_costs_beside_what_seeds_do(given, tmp_path, capsys):
+    options = ["max_seconds=null", "max_steps=2", "dtype=float32", "tree=chain:2", "eval_tokens=4"]
+    script("store").main([*given[:3], *options, "--prompts", "1", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "store.json").read_text())
+    assert [(row["seed"], row["store"]) for row in rows] == [(s, k) for s in (0, 1) for k in ("bfloat16", "int8")]
+    assert rows[0]["held_out_loss"] != rows[1]["held_out_loss"]
+    assert "int8 minus bfloat16: " in capsys.readouterr().out
