@@ -41,7 +41,8 @@ Sets = dict[str, list[list[int]]]
 SERIES_LOSS = "kl"
 LOSSES = ["kl", "ce", "reverse_kl", "jsd", "tv", "lk", "topk"]
 FROM_THE_RUN = ("loss", "seed", "max_steps", "max_seconds", "epochs", "out", "eval_every", "eval_prompts", "tree")
-"""Keys of a recipe that the script sets; the others are the same for all heads."""
+NO_PART = ("features", "cache", "save_every", "log_every", "tracker")
+"""Keys of a recipe that the script sets, and those that change no head; the others must be the same for all."""
 
 
 class Head(NamedTuple):
@@ -248,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = {Path(p).stem: inputs.bench_prompts([p], tokenizer, info, given.limit) for p in given.prompts}
     sets = {name: [ids for _, _, ids in prompts] for name, prompts in chosen.items()}
     settings = {
-        "recipe": {key: value for key, value in config.to_json().items() if key not in FROM_THE_RUN},
+        "recipe": {key: value for key, value in config.to_json().items() if key not in FROM_THE_RUN + NO_PART},
         "prompts": digest(sets),
         **{key: getattr(given, key) for key in ("tree", "limit", "max_new_tokens", "batch_size")},
     }

@@ -9,7 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from headway.data.dialogs import read_dialogs
 from headway.heads.common.errors import HeadwayError
+from headway.train.batches import make_rows
 from headway.train.config import load_recipe
 from tests import tiny
 from tests.train.conftest import write_dialogs
@@ -25,6 +27,7 @@ tokens_per_batch: 48
 grad_accum: 2
 eval_rows: 3
 lr: 0.01
+log_every: 1
 """
 
 
@@ -63,19 +66,22 @@ def given(tmp_path_factory) -> list[str]:
         "--tree",
         "chain:2",
         "--loss-tokens",
-        "90",
+        "150",
     ]
     return [*recipe, *options, "--out", str(folder / "out")]
 
 
 def test_rows_table_and_plot_and_nothing_twice(curves, given, monkeypatch, capsys):
     out = Path(given[-1])
-    curves.main([*given, "--tokens", "40,90", "--losses", "kl,lk:eta=2", "--seeds", "0,1"])
+    curves.main([*given, "--tokens", "40,150", "--losses", "kl,lk:eta=2", "--seeds", "0,1"])
     rows = [json.loads(line) for line in (out / "curves.jsonl").read_text().splitlines()]
     found = [(row["loss"], row["tokens"], row["seed"]) for row in rows]
-    assert found == [("kl", 40, 0), ("kl", 90, 0), ("lk:eta=2", 90, 0), ("kl", 90, 1), ("lk:eta=2", 90, 1)]
+    assert found == [("kl", 40, 0), ("kl", 150, 0), ("lk:eta=2", 150, 0), ("kl", 150, 1), ("lk:eta=2", 150, 1)]
     for row in rows:
-        assert row["tokens"] <= row["trained_tokens"] < row["tokens"] + 96  # a step is two batches of up to 48
+        run = out / f"{row['loss'].replace(':', '-')}-{row['tokens']}-{row['seed']}"
+        steps = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        *_, before, last = 0, *(step["total_tokens"] for step in steps if "lr" in step)
+        assert before < row["tokens"] <= last == row["trained_tokens"]
         assert 1 <= row["accepted_length"] <= 3
         assert row["sets"] == {"held": row["accepted_length"]}
     assert len({row["trained_tokens"] for row in rows if row["seed"] == 1}) == 1  # of the same batches
@@ -89,7 +95,7 @@ def test_rows_table_and_plot_and_nothing_twice(curves, given, monkeypatch, capsy
         raise AssertionError
 
     monkeypatch.setattr(curves, "train", again)
-    curves.main([*given, "--tokens", "40,90", "--losses", "kl"])
+    curves.main([*given, "--tokens", "40,150", "--losses", "kl"])
     assert "| kl | 0 |" in capsys.readouterr().out
 
 
@@ -106,11 +112,15 @@ def test_other_settings_are_not_mixed_in(curves, given):
 
 
 def test_steps_are_those_whose_batches_hold_the_tokens(curves, given):
-    config = load_recipe(given[0], [*given[1:3], "max_steps=1"])
-    steps, epochs = curves.steps_for(config, 1000, 512)
-    assert steps > 1000 / 96
-    assert epochs > 4  # 13 dialogs of about 13 goals
+    config = load_recipe(given[0], [*given[1:3], "max_steps=1", "grad_accum=1"])
+    rows = make_rows(read_dialogs(config.dialogs), 512, config.eval_fraction, config.eval_rows)
+    epoch = sum(row.num_goals for row in rows.train)
+    steps, epochs = curves.steps_for(config, epoch, 512)
+    assert epochs == 1
+    assert curves.steps_for(config, epoch + 1, 512) == (steps + 1, 1 + 1 / steps)
     assert curves.steps_for(config, 1, 512)[0] == 1
+    in_pairs = load_recipe(given[0], [*given[1:3], "max_steps=1"])
+    assert curves.steps_for(in_pairs, 2 * epoch, 512) == (steps, 2)
 
 
 def test_what_int8_costs_beside_what_seeds_do(given, tmp_path, capsys):
