@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,7 +25,7 @@ from headway.train.config import load_recipe
 from headway.train.loop import train
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Train twice for each seed and print the table; figures go to OUT/store.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
@@ -32,14 +33,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts answered")
-    given = parser.parse_intermixed_args()
+    given = parser.parse_intermixed_args(argv)
     inputs.quiet()
     fixed = ["eval_every=0", "tree=chain:4", f"eval_rows={given.prompts}", f"eval_prompts={given.prompts}"]
     rows: list[dict[str, Any]] = []
     target: Target | None = None
     for seed in map(int, given.seeds.split(",")):
         for store in STORES:
-            run = [*given.overrides, *fixed, f"seed={seed}", f"store={store}", f"out={given.out / f'{store}-{seed}'}"]
+            run = [*fixed, *given.overrides, f"seed={seed}", f"store={store}", f"out={given.out / f'{store}-{seed}'}"]
             config = load_recipe(given.recipe, run)
             if config.max_seconds is not None or config.dtype == "auto":
                 parser.error("give max_seconds=null max_steps=N dtype=...: runs of equal steps are compared")
@@ -56,7 +57,12 @@ def main() -> None:
     by_store = {s: [row["accepted_length"] for row in rows if row["store"] == s] for s in STORES}
     cost = mean(by_store["int8"]) - mean(by_store["bfloat16"])
     spread = max(by_store["bfloat16"]) - min(by_store["bfloat16"])
-    print(f"int8 minus bfloat16: {cost:+.3f}; between seeds of bfloat16: {spread:.3f}")
+    beside = (
+        f"between seeds of bfloat16: {spread:.3f}"
+        if len(by_store["int8"]) > 1
+        else "one seed, so no telling it from chance"
+    )
+    print(f"int8 minus bfloat16: {cost:+.3f}; {beside}")
 
 
 if __name__ == "__main__":
