@@ -172,6 +172,12 @@ def _commit(api: HfApi, repo_id: str, before: ModelInfo, source: Path, config: d
         _say(
             f"config.json names the target by its place on this machine, {target['name']}, and that is published with it"
         )
+    adapter = target.get("adapter")
+    if adapter is not None and Path(adapter["name"]).exists():
+        _say(
+            f"the head is refused without the target's adapter, which is not uploaded with it: {adapter['name']}. Give it a "
+            f"repository of its own: hf upload user/adapter {adapter['name']}"
+        )
     left = sorted(path.name for path in source.iterdir() if path.name not in FILES)
     if left:
         _say(f"not uploaded: {', '.join(left)}")

@@ -234,6 +234,21 @@ def test_only_a_whole_head_is_pushed(hub: HubServer, run: Path, tmp_path: Path) 
     assert hub.log == []
 
 
+def test_an_adapter_that_stays_behind_is_said(
+    hub: HubServer, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    path = run / "head" / "config.json"
+    config = json.loads(path.read_text())
+    push_to_hub(run, "me/medusa")
+    assert "adapter" not in capsys.readouterr().err
+    config["target"]["adapter"] = {"name": str(folder), "sha256": "0" * 64, "base": None}
+    path.write_text(json.dumps(config))
+    push_to_hub(run, "me/medusa")
+    assert f"not uploaded with it: {folder}" in capsys.readouterr().err
+
+
 # What the card says
 
 
