@@ -117,6 +117,10 @@ class Features:
             self._worker.shutdown(cancel_futures=True)
             self._worker = self._ahead = None
 
+    def supervised(self, n: int) -> Tensor:
+        """Return which tokens of batch n are goals, bool [B, T]."""
+        return pad(self.batches[n], self.device)[2]
+
     def _tokens(self, n: int) -> Batch:
         return Batch(*pad(self.batches[n], self.target.device), torch.empty(0), torch.empty(0))
 

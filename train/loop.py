@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError
@@ -105,12 +107,11 @@ def steps(run: Run) -> dict[str, Any]:
             lr = learning_rate(config, progress.step, run.total_steps)
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
-            reports = accumulate(run, order)
-            for report in reports:
-                refuse_non_finite(run, "loss", report.loss.detach())
+            reports, skipped_here = accumulate(run, order)
+            figures = summarise(accelerator, reports, skipped_here)
             norm = accelerator.clip_grad_norm_(run.model.parameters(), config.clip or math.inf)
             refuse_non_finite(run, "gradient norm", norm)
-            if anywhere(accelerator, bool(reports)):
+            if figures["tokens"]:
                 run.optimizer.step()
                 if run.average is not None:
                     run.average.update(run.head, progress.step)
@@ -118,8 +119,7 @@ def steps(run: Run) -> dict[str, Any]:
 
             # log
             seconds = time.perf_counter() - begin
-            figures = summarise(reports)
-            tokens, skipped = everywhere(accelerator, figures["tokens"], config.grad_accum - len(reports))
+            tokens, skipped = figures["tokens"], figures.pop("skipped")
             if is_due(progress.step + 1, config.log_every):
                 pace = line.pace(progress, tokens, seconds)
                 log(
@@ -138,30 +138,72 @@ def steps(run: Run) -> dict[str, Any]:
     return finish(run, metrics)
 
 
-def accumulate(run: Run, order: Order) -> list[LossReport]:
-    """Run the batches of a step forward and backward; return the reports of those that had a goal."""
-    accelerator, grad_accum = run.accelerator, run.config.grad_accum
-    reports = []
-    for i in range(grad_accum):
-        n = (run.progress.step * grad_accum + i) * accelerator.num_processes + accelerator.process_index
-        batch = run.train.take(order[n], then=order[n + accelerator.num_processes])
-        with nullcontext() if i == grad_accum - 1 else accelerator.no_sync(run.model):
+def accumulate(run: Run, order: Order) -> tuple[list[LossReport], int]:
+    """Run this process's batches of a step forward and backward; return their reports and how many of them had no goal.
+
+    The gradient is that of the mean over the supervised tokens of the whole step: each batch's loss is its share of it.
+    """
+    accelerator, turns = run.accelerator, run.turns
+    numbers = [run.number(turn) for turn in range(turns + 1)]
+    count_S = count_labels(run, order, numbers[:turns])
+    reports, skipped = [], 0
+    for turn, (n, after) in enumerate(pairwise(numbers)):
+        batch = run.train.take(place(order, n), then=place(order, after))
+        batch = replace(batch, whole_count_S=count_S)
+        if n is None:  # it still takes part, so that no process waits for another
+            batch = replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
+        with between(accelerator, run.model, last=turn == turns - 1):
+            begin_draws(run, n)
             report = run.model(batch)
-            if supervised(report):
-                reports.append(report)
-            # A batch without goals has loss zero; it still takes part, so that no process waits for another.
-            accelerator.backward(report.loss / grad_accum)
-    return reports
+            refuse_non_finite(run, "loss", report.loss.detach())
+            skipped += n is not None and not int(report.count_S.sum())
+            reports.append(report)
+            # The gradients are averaged over the processes, and this is a sum.
+            accelerator.backward(report.loss * accelerator.num_processes)
+    return reports, skipped
+
+
+def place(order: Order, number: int | None) -> int:
+    """Return which batch has that number; without one the shortest, which takes the least time."""
+    return 0 if number is None else order[number]
+
+
+def count_labels(run: Run, order: Order, numbers: Sequence[int | None]) -> Tensor | None:
+    """Return over how many labels the means of a step go, int64 [S]; None where each step is one batch, which counts itself.
+
+    `numbers` are the batches of this process.
+    """
+    if run.batches_per_step == 1:
+        return None
+    whole_S = torch.zeros(run.config.max_length, dtype=torch.long, device=run.accelerator.device)
+    for n in numbers:
+        if n is not None:
+            begin_draws(run, n)
+            count_S = run.head.count_labels(run.train.supervised(order[n]))
+            whole_S[: len(count_S)] += count_S
+    return run.accelerator.reduce(whole_S) if run.accelerator.num_processes > 1 else whole_S  # type: ignore[return-value]
+
+
+def begin_draws(run: Run, n: int | None) -> None:
+    """Seed what batch number n draws (noise, dropout, anchors), so that no matter which process runs it, and after what.
+
+    Where a step is one batch they go on from the last one's.
+    """
+    if n is not None and run.batches_per_step > 1:
+        torch.manual_seed(((run.config.seed << 32) + 1 + n) % (1 << 63))
+
+
+@contextmanager
+def between(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Inside, gradients are kept for later turns; in the last turn of a step they are averaged over the processes."""
+    accelerator.sync_gradients = last
+    with nullcontext() if last else accelerator.no_sync(model):
+        yield
 
 
 def is_due(step: int, every: int) -> bool:
     """Return whether `step` is a multiple of `every`; with 0 none is."""
     return every > 0 and step % every == 0
-
-
-def supervised(report: LossReport) -> bool:
-    """Return whether anything in the batch was a goal."""
-    return int(report.count_S.sum()) > 0
 
 
 def refuse_non_finite(run: Run, what: str, value: Tensor | float | None) -> None:
@@ -173,16 +215,19 @@ def refuse_non_finite(run: Run, what: str, value: Tensor | float | None) -> None
         )
 
 
-def summarise(reports: list[LossReport]) -> dict[str, Any]:
-    """Return loss, agreement per step and goals of the batches of a step on this process."""
-    if not reports:
-        return {"loss": 0.0, "agreement_S": [], "tokens": 0}
-    agreement = torch.stack([r.agreement_S for r in reports]).float().mean(0)
-    return {
-        "loss": float(torch.stack([r.loss.detach() for r in reports]).mean()),
-        "agreement_S": [round(a, 4) for a in agreement.tolist()],
-        "tokens": sum(int(r.count_S[0]) for r in reports),
-    }
+def summarise(accelerator: Accelerator, reports: list[LossReport], skipped: int) -> dict[str, Any]:
+    """Return loss, agreement per step, goals, and batches without one, of a step over all processes."""
+    exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    loss = torch.stack([r.loss.detach() for r in reports]).to(exact).sum()
+    count_S = torch.stack([r.count_S for r in reports]).to(exact).sum(0)
+    hits_S = torch.stack([r.agreement_S.to(exact) * r.count_S for r in reports]).sum(0)
+    parts = torch.cat([torch.stack([loss, loss.new_tensor(skipped)]), count_S, hits_S])
+    if accelerator.num_processes > 1:
+        parts = accelerator.reduce(parts)  # type: ignore[assignment]
+    loss_sum, skipped_sum, *rest = parts.tolist()
+    count, hits = rest[: len(count_S)], rest[len(count_S) :]
+    agreement = [round(h / c, 4) if c else 0.0 for h, c in zip(hits, count, strict=True)]
+    return {"loss": loss_sum, "agreement_S": agreement, "tokens": int(count[0]), "skipped": int(skipped_sum)}
 
 
 def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
@@ -297,14 +342,6 @@ def spell(metrics: dict[str, Any]) -> str:
         else:
             parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
     return ", ".join(parts)
-
-
-def everywhere(accelerator: Accelerator, *counts: int) -> list[int]:
-    """Return the sums of the counts over all processes."""
-    if accelerator.num_processes == 1:
-        return list(counts)
-    sums: Tensor = accelerator.reduce(torch.tensor(counts, device=accelerator.device))  # type: ignore[assignment]
-    return [int(n) for n in sums]
 
 
 def anywhere(accelerator: Accelerator, flag: bool) -> bool:

@@ -73,6 +73,20 @@ class Run:
     manifest: dict[str, Any]
     total_steps: int
     progress: Progress
+    batches_per_step: int
+    """Batches of an optimizer step, of all processes together."""
+
+    @property
+    def turns(self) -> int:
+        """Batches that each process runs in a step; in the last turn some may have none left."""
+        return -(-self.batches_per_step // self.accelerator.num_processes)
+
+    def number(self, turn: int) -> int | None:
+        """Return the number, from the beginning of the run, of the batch that this process runs in a turn of this step or the
+        next; None where none is left for it."""
+        step, turn = self.progress.step + turn // self.turns, turn % self.turns
+        k = turn * self.accelerator.num_processes + self.accelerator.process_index
+        return step * self.batches_per_step + k if k < self.batches_per_step else None
 
 
 def finished(config: TrainConfig) -> dict[str, Any] | None:
@@ -155,7 +169,7 @@ def prepare(
     begin_tracking(config, accelerator, continued=progress.step > 0)
     return Run(
         config, accelerator, folder, target, head, model, optimizer, average, train, held_out, rows, tree, manifest,
-        total_steps, progress,
+        total_steps, progress, config.grad_accum * accelerator.num_processes,
     )  # fmt: skip
 
 
