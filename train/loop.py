@@ -8,8 +8,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from types import FrameType
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from headway.heads.common.checkpoint import save_head
@@ -113,8 +114,7 @@ def steps(run: Run) -> dict[str, Any]:
             refuse_non_finite(run, "gradient norm", norm)
             if figures["tokens"]:
                 run.optimizer.step()
-                if run.average is not None:
-                    run.average.update(run.head, progress.step)
+                run.gathered.update_average(progress.step)
             run.optimizer.zero_grad(set_to_none=True)
 
             # log
@@ -154,12 +154,13 @@ def accumulate(run: Run, order: Order) -> tuple[list[LossReport], int]:
             batch = replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
         with between(accelerator, run.model, last=turn == turns - 1):
             begin_draws(run, n)
-            report = run.model(batch)
+            report = LossReport(*run.model(batch))
             refuse_non_finite(run, "loss", report.loss.detach())
             skipped += n is not None and not int(report.count_S.sum())
             reports.append(report)
-            # The gradients are averaged over the processes, and this is a sum.
-            accelerator.backward(report.loss * accelerator.num_processes)
+            # The engines take the mean over the processes, and DeepSpeed over the turns; this is a sum.
+            means = turns if accelerator.distributed_type == DistributedType.DEEPSPEED else 1
+            accelerator.backward(report.loss * (accelerator.num_processes * means))
     return reports, skipped
 
 
@@ -231,65 +232,63 @@ def summarise(accelerator: Accelerator, reports: list[LossReport], skipped: int)
 
 
 def evaluate(run: Run, interrupted: threading.Event) -> dict[str, Any]:
-    """Return the figures on held-out rows; the main process computes them, the others wait."""
+    """Return the figures on held-out rows. The main process computes them and the others wait; a split target all ask
+    together, and alike."""
     metrics: dict[str, Any] = {}
     begin = time.perf_counter()
-    if run.accelerator.is_main_process and run.rows.held_out:
-        run.head.eval()
-        run.train.settle()
-        with result_weights(run):
-            metrics = held_out_figures(run, interrupted)
-        run.head.train()
-        metrics["held_out_seconds"] = round(time.perf_counter() - begin, 3)
-        run.progress.eval_seconds += metrics["held_out_seconds"]
-        if not interrupted.is_set():  # cut short, it is done again when the run is continued
-            say(f"step {run.progress.step}: {spell(metrics)}")
-            log(run, {"step": run.progress.step, **metrics})
+    main, together = run.accelerator.is_main_process, run.config.shard_target
+    with run.gathered.result(bool(run.rows.held_out) and (main or together)) as head:
+        if head is not None:
+            head.eval()
+            run.train.settle()
+            metrics = held_out_figures(run, head, (lambda: False) if together else interrupted.is_set)
+            head.train()
+            metrics["held_out_seconds"] = round(time.perf_counter() - begin, 3)
+            run.progress.eval_seconds += metrics["held_out_seconds"]
+    if metrics and main and not interrupted.is_set():  # cut short, it is done again when the run is continued
+        say(f"step {run.progress.step}: {spell(metrics)}")
+        log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
 
 
-def held_out_figures(run: Run, interrupted: threading.Event) -> dict[str, Any]:
-    """Return loss, agreement and accepted length of the head as it is, on held-out rows."""
+def held_out_figures(run: Run, head: Head, stop: Callable[[], bool]) -> dict[str, Any]:
+    """Return loss, agreement and accepted length of a head on held-out rows; `stop` is asked in between."""
     config = run.config
     held_out = (run.held_out[i] for i in range(len(run.held_out.batches)))
-    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.head, held_out).items()}
+    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(head, held_out).items()}
     room = run.target.max_positions - config.eval_tokens
     prompts = choose_prompts(run.rows.held_out, config.eval_prompts, room)
     since = time.perf_counter()
-    if prompts and not interrupted.is_set():
+    if prompts and not stop():
         accepted = evaluate_accepted_length(
             run.target,
-            beside_target(run),
+            beside_target(run, head),
             run.policy,
             prompts,
             max_new_tokens=config.eval_tokens,
             batch_size=len(prompts),
-            stop=interrupted.is_set,
+            stop=stop,
         )
         metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}
         metrics["accepted_seconds"] = round(time.perf_counter() - since, 3)
     return metrics
 
 
-def result_weights(run: Run) -> AbstractContextManager[None]:
-    """Inside, the head has the weights that the run would leave: their average where one is kept."""
-    return nullcontext() if run.average is None else run.average.instead(run.head)
-
-
-def beside_target(run: Run) -> Head:
-    """Return the head for decoding: on the target's device."""
+def beside_target(run: Run, head: Head) -> Head:
+    """Return a head for decoding: on the target's device."""
     if run.config.target_device is None:
-        return run.head
-    twin = type(run.head)(run.head.config, run.target.frozen)
-    twin.load_state_dict(plain_state(run.head))
+        return head
+    twin = type(head)(head.config, run.target.frozen)
+    twin.load_state_dict(plain_state(head))
     return twin.to(run.target.device)
 
 
 def save_state(run: Run) -> None:
     """Write a state to continue from."""
+    state = run.gathered.tensors(), run.gathered.optimizer_state(), run.gathered.average_tensors()
     if run.accelerator.is_main_process:
-        run.folder.save(run.progress, run.head, run.optimizer, run.average)
+        run.folder.save(run.progress, *state)
     run.accelerator.wait_for_everyone()
 
 
@@ -303,23 +302,29 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         "eval_seconds": round(run.progress.eval_seconds, 1),
         "skipped_batches": run.progress.skipped,
     }
-    if run.accelerator.is_main_process:
-        data = {
-            "dialogs": len(run.rows.train) + len(run.rows.held_out),
-            "held_out": len(run.rows.held_out),
-            "supervised_tokens": sum(row.num_goals for row in run.rows.train),
-            "written_by": run.manifest.get("target", run.target.info.name),
-            "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
-        }
-        with result_weights(run):
-            head, lora = split(run.head, run.config)
-            save_head(head, run.folder.head, target=run.target.info, metrics=metrics, data=data, **lora)
-        shutil.rmtree(run.folder.path / "cache", ignore_errors=True)
-        if run.progress.skipped:
-            say(f"{run.progress.skipped} batches had no supervised token and were skipped")
-        say(f"head saved in {run.folder.head}")
+    with run.gathered.result(run.accelerator.is_main_process) as head:
+        if head is not None:
+            save_result(run, head, metrics)
     run.accelerator.wait_for_everyone()
     return metrics
+
+
+def save_result(run: Run, head: Head, metrics: dict[str, Any]) -> None:
+    """Write the head that the run leaves, and remove what only the run needed."""
+    data = {
+        "dialogs": len(run.rows.train) + len(run.rows.held_out),
+        "held_out": len(run.rows.held_out),
+        "supervised_tokens": sum(row.num_goals for row in run.rows.train),
+        "written_by": run.manifest.get("target", run.target.info.name),
+        "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
+    }
+    plain, lora = split(head, run.config)
+    info, of = run.target.info, run.weights_of
+    save_head(plain, run.folder.head, target=info, metrics=metrics, data=data, weights_of=of, **lora)
+    shutil.rmtree(run.folder.path / "cache", ignore_errors=True)
+    if run.progress.skipped:
+        say(f"{run.progress.skipped} batches had no supervised token and were skipped")
+    say(f"head saved in {run.folder.head}")
 
 
 def log(run: Run, figures: dict[str, Any], seconds: float = 0.0) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,37 @@ from typing import Any
 import pytest
 import torch
 
+from headway.heads.common.checkpoint import load_head
 from headway.inference.target import Target
 from headway.train import loop
 from headway.train.config import TrainConfig
 from headway.train.loop import train
+from tests.train import processes
 from tests.train.runs import log_of, weights
 
+MUON = "muon" if hasattr(torch.optim, "Muon") else "adamw"
 Make = Callable[..., TrainConfig]
 EAGLE3: dict[str, Any] = {"family": "eagle3", "head": {"steps": 2, "draft_vocab_size": 64}, "lr": 1e-3}
 SHORT: dict[str, Any] = {**EAGLE3, "max_steps": 4, "eval_prompts": 1, "eval_tokens": 4, "supervise": "all"}
+
+
+class CrashError(Exception):
+    """Ends a run as a crash would."""
+
+
+def part_of(config: TrainConfig, target: Target, step: int = 2) -> None:
+    """Do a run until it has saved its state of a step."""
+    real = loop.save_state
+
+    def save_state(run: Any) -> None:
+        real(run)
+        if run.progress.step == step:
+            raise CrashError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "save_state", save_state)
+        with pytest.raises(CrashError):
+            train(config, target=target)
 
 
 @pytest.fixture
@@ -55,3 +79,85 @@ def test_a_step_of_several_batches_is_that_of_one_large_batch(
     train(alone, target=tiny)
     with pytest.raises(AssertionError):
         assert_same(alone, large)
+
+
+def test_two_processes_train_the_head_of_one_and_their_state_goes_on_with_any_number(make: Make, tiny: Target) -> None:
+    """Muon, the average and a falling rate go on too."""
+    changes: dict[str, Any] = {"optimizer": MUON, "ema": 0.9, "schedule": "wsd", "cooldown": 2}
+    one, two = make("one", grad_accum=2, **changes), make("two", **changes)
+    two_to_one, one_to_two = make("2-to-1", **changes), make("1-to-2", grad_accum=2, **changes)
+    train(one, target=tiny)
+    part_of(one_to_two, tiny)
+
+    def pair() -> None:
+        train(two, target=tiny)
+        part_of(two_to_one, tiny)
+        train(one_to_two, target=tiny)
+
+    processes.run(2, pair)
+    train(two_to_one, target=tiny)
+    for config in (two, two_to_one, one_to_two):
+        assert_same(config, one)
+    assert load_head(Path(two.out) / "head", tiny).config.taps
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "peagle", "head": {"depths": 3, "draft_vocab_size": 64}},
+        {"family": "eagle", "head": {"noise": 0.2}},
+        {"family": "eagle", "head": {"noise": 0.2}, "grad_accum": 1},
+    ],
+    ids=["anchors", "noise", "one batch"],
+)
+def test_what_is_drawn_does_not_depend_on_the_processes(make: Make, tiny: Target, changes: dict[str, Any]) -> None:
+    """A step of three batches leaves one of two processes without any in the last turn; one of one, from the beginning."""
+    changes = {"grad_accum": 3, **changes}
+    whole, cut = make("whole", **changes), make("cut", **changes)
+    train(whole, target=tiny)
+    part_of(cut, tiny)
+    processes.run(2, lambda: train(cut, target=tiny))
+    assert_same(cut, whole)
+
+
+def test_a_process_that_is_killed_is_started_again_and_the_run_ends_the_same(
+    make: Make, tiny: Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, killed = make("whole", grad_accum=2), make("killed", save_every=1)
+    train(whole, target=tiny)
+    marker = tmp_path / "killed once"
+    real = loop.summarise
+
+    def summarise(accelerator: Any, *given: Any) -> Any:
+        if accelerator.process_index == 1 and (Path(killed.out) / "state" / "step-2").is_dir() and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(accelerator, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "summarise", summarise)
+        processes.run_elastic(2, lambda: train(killed, target=tiny), max_restarts=1)
+    assert marker.exists()
+    assert "continuing after step 2" in capfd.readouterr().err
+    assert_same(killed, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "number"),
+    [("one", "", 1), ("cpu", "multi_gpu", 2), ("ddp", "multi_gpu", 8), ("fsdp2", "use_fsdp", 8)]
+    + [(name, "use_deepspeed", 8) for name in ("zero2", "zero3")],
+)
+def test_accelerate_reads_the_configs(name: str, kind: str, number: int) -> None:
+    args = processes.read_config(name)
+    kinds = ("multi_gpu", "use_fsdp", "use_deepspeed")
+    assert [k for k in kinds if getattr(args, k)] == ([kind] if kind else [])
+    assert (args.num_processes, args.mixed_precision) == (number, "no")
+    assert bool(args.use_cpu) == (name == "cpu")
+    if kind == "use_deepspeed":
+        assert processes.environment(name)["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == name[-1]
+    head = (processes.CONFIGS / f"{name}.yaml").read_text().splitlines()[0]
+    assert f"accelerate launch --config_file recipes/accelerate/{name}.yaml train/train_heads.py" in head
+
+
+def test_every_config_is_checked() -> None:
+    assert {path.stem for path in processes.CONFIGS.iterdir()} == {"one", "cpu", "ddp", "fsdp2", "zero2", "zero3"}
