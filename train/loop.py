@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Head, LossReport
+from headway.heads.common.protocol import Batch, Head, LossReport
 from headway.train.batches import Order
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
@@ -148,8 +148,7 @@ def accumulate(run: Run, order: Order) -> tuple[list[LossReport], int]:
     count_S = count_labels(run, order, numbers[:turns])
     reports, skipped = [], 0
     for turn, (n, after) in enumerate(pairwise(numbers)):
-        batch = run.train.take(place(order, n), then=place(order, after))
-        batch = replace(batch, whole_count_S=count_S)
+        batch = replace(take(run, place(order, n), then=place(order, after)), whole_count_S=count_S)
         if n is None:  # it still takes part, so that no process waits for another
             batch = replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
         with between(accelerator, run.model, last=turn == turns - 1):
@@ -162,6 +161,15 @@ def accumulate(run: Run, order: Order) -> tuple[list[LossReport], int]:
             means = turns if accelerator.distributed_type == DistributedType.DEEPSPEED else 1
             accelerator.backward(report.loss * (accelerator.num_processes * means))
     return reports, skipped
+
+
+def take(run: Run, n: int, then: int) -> Batch:
+    """Return batch n. A split target is asked by all processes when one of them needs it."""
+    if run.config.shard_target:
+        needed = run.train.needs_target(n)
+        if anywhere(run.accelerator, needed) and not needed:
+            run.train.pass_along(n)
+    return run.train.take(n, then)
 
 
 def place(order: Order, number: int | None) -> int:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from headway.heads.common.checkpoint import load_head
+from headway.heads.common.errors import HeadwayError
 from headway.inference.target import Target
-from headway.train import loop
+from headway.train import launch, loop, setup
 from headway.train.config import TrainConfig
 from headway.train.loop import train
 from tests.train import processes
@@ -161,3 +164,85 @@ def test_accelerate_reads_the_configs(name: str, kind: str, number: int) -> None
 
 def test_every_config_is_checked() -> None:
     assert {path.stem for path in processes.CONFIGS.iterdir()} == {"one", "cpu", "ddp", "fsdp2", "zero2", "zero3"}
+
+
+def test_a_target_split_over_processes(make: Make, tiny: Target) -> None:
+    whole, split = make("whole", grad_accum=2), make("split", shard_target=True, eval_every=2)
+    train(whole, target=tiny)
+
+    def halves() -> None:
+        before = {name: p.numel() for name, p in tiny.model.named_parameters()}
+        train(split, target=tiny)
+        for name, p in tiny.model.named_parameters():
+            local = p.to_local().numel() if hasattr(p, "to_local") else p.numel()
+            assert local * (2 if ".layers." in name else 1) == before[name], name
+
+    processes.run(2, halves)
+    assert_same(split, whole)
+    assert load_head(Path(split.out) / "head", tiny).config.taps
+    with pytest.raises(HeadwayError, match="this is one"):
+        train(make("alone", shard_target=True), target=tiny)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["fsdp2", pytest.param("zero2", marks=pytest.mark.slow), pytest.param("zero3", marks=pytest.mark.slow)],
+)
+def test_engines_train_the_same_head_and_take_up_and_leave_one_another_s_state(
+    make: Make, tiny: Target, engine: str
+) -> None:
+    if engine != "fsdp2":
+        pytest.importorskip("deepspeed")
+    changes = {"grad_accum": 4, "ema": 0.9, "optimizer": MUON if engine == "fsdp2" else "adamw"}
+    plain, split, back = make("plain", **changes), make("split", **changes, save_every=1), make("back", **changes)
+    train(plain, target=tiny)
+    part_of(split, tiny, 1)
+
+    def halves() -> None:
+        part_of(split, tiny, 3)
+        if os.environ["RANK"] == "0":
+            shutil.copytree(split.out, back.out)
+
+    processes.run(2, halves, engine)
+    processes.run(2, lambda: train(split, target=tiny), engine)
+    train(back, target=tiny)
+    assert_same(split, plain)
+    assert_same(back, plain)
+    for file in ("head", "average"):
+        shapes = [
+            {n: t.shape for n, t in weights(c, f"state/step-4/{file}.safetensors").items()} for c in (split, plain)
+        ]
+        assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "recipe_changes", "named"),
+    [
+        ("fsdp2", {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, "NO_WRAP"),
+        ("fsdp2", {"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "mixed_precision is bf16"),
+        ("fsdp2", {}, {"init_from": "head", "lora": {}}, "a lora is too small"),
+        ("cpu", {"ACCELERATE_USE_FSDP": "true"}, {}, "gave"),
+    ],
+)
+def test_launches_that_are_refused(
+    make: Make, config: str, changes: dict[str, str], recipe_changes: dict[str, Any], named: str
+) -> None:
+    def refused() -> None:
+        with pytest.raises(HeadwayError, match=named):
+            setup.make_accelerator(make("refused", **recipe_changes))
+
+    processes.run(1, refused, config, **changes)
+
+
+def test_fsdp1_is_refused() -> None:
+    with pytest.raises(HeadwayError, match="fsdp_version: 2"):
+        launch._check_fsdp(SimpleNamespace(is_fsdp2=False, state=SimpleNamespace(fsdp_plugin=None)))  # type: ignore[arg-type]
+
+
+def test_a_split_target_is_timed_by_nobody(make: Make) -> None:
+    for changes, named in (
+        ({"max_seconds": 9}, "give max_steps"),
+        ({"target_device": "cpu"}, "leave out target_device"),
+    ):
+        with pytest.raises(HeadwayError, match=named):
+            make("refused", shard_target=True, **changes)
