@@ -176,16 +176,17 @@ class Head(MapsHead):
 
         In training each mean is over the depth's sample of anchors, in evaluation over all.
         """
-        sample = self.sample(batch) if self.training else self._every_anchor(batch)
+        sample = self.sample(batch.supervised_BT) if self.training else self._every_anchor(batch)
         vocab, weights = self.draft_vocab, [self.lm_head.weight]
         alone = replace(self.objective, step_weights=())  # each call has one step, which is weighed below
         reports = []
         for d, output in enumerate(self.unroll(batch, sample)):
-            hidden, goals = self.norm(output), batch.supervised_BT
+            hidden, goals = self.norm(output), _goals(sample, d, batch.supervised_BT)
             if d:
-                hidden, goals = _to_anchors(hidden, sample, d, goals)
+                hidden = _to_anchors(hidden, sample, batch.token_BT.shape[1])
                 hidden = to_teacher(hidden, d - 1)  # distil_loss shifts by one more: its only step is this depth
-            one = replace(batch, supervised_BT=goals)
+            whole = batch.whole_count_S
+            one = replace(batch, supervised_BT=goals, whole_count_S=None if whole is None else whole[d : d + 1])
             reports.append(distil_loss(self.frozen, one, [hidden], weights, vocab=vocab, objective=alone))
         step_weight_S = self.objective.weights(len(reports), self.config.decay).tolist()
         weighted = (weight * r.loss for weight, r in zip(step_weight_S, reports, strict=True))
@@ -197,10 +198,17 @@ class Head(MapsHead):
             count_S=torch.cat([r.count_S for r in reports]),
         )
 
-    def sample(self, batch: Batch) -> Sample:
+    def count_labels(self, supervised_BT: Tensor) -> Tensor:
+        """As Head.count_labels, over the sample that `loss` would draw."""
+        if not self.training:
+            return super().count_labels(supervised_BT)
+        sample = self.sample(supervised_BT)
+        return torch.stack([_goals(sample, d, supervised_BT)[:, 2:].sum() for d in range(self.config.depths)])
+
+    def sample(self, supervised_BT: Tensor) -> Sample:
         """Draw the anchors of each depth, among those whose depth 1 has a goal, by torch's generator."""
         config = self.config
-        goal_BT = after(batch.supervised_BT[:, :, None].float(), 3)[:, :, 0]
+        goal_BT = after(supervised_BT[:, :, None].float(), 3)[:, :, 0]
         order_BT = (goal_BT + torch.rand_like(goal_BT)).argsort(dim=1, descending=True)
         num_goals_B = goal_BT.sum(1)
         shares = [max(config.ratio**d, config.least_ratio) for d in range(config.depths)]
@@ -277,17 +285,23 @@ class Head(MapsHead):
         return State(state.slots, torch.cat([state.output_BKD, other.output_BKD]))
 
 
-def _to_anchors(hidden_BND: Tensor, sample: Sample, depth: int, supervised_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a depth's features [B, T, D] at their anchors, zeros elsewhere, and the goals [B, T] that have one."""
-    N = hidden_BND.shape[1]
+def _to_anchors(hidden_BND: Tensor, sample: Sample, T: int) -> Tensor:
+    """Return a depth's features [B, T, D] at their anchors, zeros elsewhere."""
+    B, N, D = hidden_BND.shape
     anchor_BN = sample.order_BT[:, :N]
-    B, T = supervised_BT.shape
-    full = hidden_BND.new_zeros(B, T, hidden_BND.shape[2])
-    full = full.scatter(1, anchor_BN[:, :, None].expand_as(hidden_BND), hidden_BND)
-    counts_BN = torch.arange(N, device=anchor_BN.device) < sample.count_KB[depth][:, None]
+    full = hidden_BND.new_zeros(B, T, D)
+    return full.scatter(1, anchor_BN[:, :, None].expand_as(hidden_BND), hidden_BND)
+
+
+def _goals(sample: Sample, depth: int, supervised_BT: Tensor) -> Tensor:
+    """Return the goals [B, T] that have an anchor in the sample of a depth; at depth 0 all have."""
+    if depth == 0:
+        return supervised_BT
+    anchor_BN = sample.order_BT[:, : sample.size_K[depth]]
+    counts_BN = torch.arange(anchor_BN.shape[1], device=anchor_BN.device) < sample.count_KB[depth][:, None]
     taught_BT = torch.zeros_like(supervised_BT).scatter(1, anchor_BN, counts_BN)
     # Depth d of the anchor at t predicts the token at t + 2 + d.
-    return full, supervised_BT & to_teacher(taught_BT, 1 + depth)
+    return supervised_BT & to_teacher(taught_BT, 1 + depth)
 
 
 def _seen_by_masks(count_B: Sequence[int], T: int, masks: int, device: torch.device) -> Tensor:

@@ -55,6 +55,10 @@ class Packed:
             self._forwards = [(m, joined[m] if m in joined else _packed_forward(m)) for m in linears]
             self.num_bytes = size
 
+    def drop(self, reason: str) -> None:
+        """Go without packed copies from now on, for a reason."""
+        self._forwards, self._together, self.num_bytes, self.reason = [], [], 0, reason
+
     def __enter__(self) -> None:
         for module, forward in self._forwards:
             module.__dict__["forward"] = forward

@@ -98,6 +98,7 @@ class Target:
         self.cache_kwarg = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
         self._windows = _windows(self.text_config)
+        self._fingerprint: str | None = None  # of the whole, once it is split
         self._packed = pack(model) if self._adapted else Packed(model)
         self.frozen = self._references(model.get_input_embeddings(), model.get_output_embeddings())
         self.compiled: CompiledTarget | None = None
@@ -236,6 +237,8 @@ class Target:
     @property
     def fingerprint(self) -> str:
         """A digest of a few numbers of every weight, the same in whatever dtype the model was loaded."""
+        if self._fingerprint is not None:
+            return self._fingerprint
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
             few = _dense(weight).detach().flatten()[:8].to("cpu", torch.bfloat16)
@@ -246,6 +249,26 @@ class Target:
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer, from the generation config, else the config, else the tokenizer."""
         return _end_ids([getattr(self.model, "generation_config", None), self.text_config, self.tokenizer])
+
+    def shard(self, device: torch.device) -> None:
+        """Split the decoder layers over all processes (FSDP2) and move the target to `device`.
+
+        Each pass then gathers one layer at a time, so all processes have to make the same number of passes. Embedding, last
+        norm and LM head stay whole. Raises HeadwayError for a target without a list of layers, and for one with an adapter.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if not self.layers:
+            raise HeadwayError(f"{self.info.name} has no list of decoder layers to split; train without shard_target")
+        if self._adapted:
+            raise HeadwayError("the layers of a target with an adapter are not split; give merge_adapter=true")
+        self._fingerprint = self.fingerprint
+        self._packed.drop("its weights are split over processes")
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        for layer in self.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        self.model.to(device)  # type: ignore[arg-type]
 
     def new_cache(self, rows: int, capacity: int = 256) -> SlotCache:
         """Return an empty cache for `rows` rows; in replay mode a ReplayCache, which is used alike."""

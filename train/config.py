@@ -124,7 +124,8 @@ class TrainConfig:
     max_length: int = 1024
     """Dialogs are cut to this many tokens; cuts are counted."""
     grad_accum: int = 1
-    """Batches of an optimizer step (on each process)."""
+    """Batches of an optimizer step on each process that the run begins with. A step keeps its batches when the run goes on
+    with another number of processes; its mean is over their supervised tokens, however they are spread."""
     supervise: Supervise = "answers"
     """Which tokens are goals: those of the answers, or `all`, prompts and template too. With self-written prompts `all`
     trains on half as many tokens again for little more time. Held-out figures are over answers either way."""
@@ -183,6 +184,9 @@ class TrainConfig:
     target_device: str | None = None
     """Device of the target, such as cuda:1, where the head has one of its own: the features of the next batch are computed
     while the head trains on this one. Not given, both share a device."""
+    shard_target: bool = False
+    """Split the target's decoder layers over the processes (FSDP2), each of which gathers one layer at a time. For a target
+    that fits no device whole; each process reads it into host memory first."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Where figures go besides log.jsonl."""
 
@@ -206,7 +210,16 @@ class TrainConfig:
         find_family(self.family)
         self._check_what_it_begins_with()
         self._check_joint()
+        self._check_shard_target()
         self.objective()
+
+    def _check_shard_target(self) -> None:
+        if self.shard_target and self.max_seconds is not None:
+            raise HeadwayError(
+                "max_seconds is timed by one process, and with shard_target none can run the target alone; give max_steps"
+            )
+        if self.shard_target and self.target_device is not None:
+            raise HeadwayError("shard_target splits the target over all devices; leave out target_device")
 
     def _check_optimisation(self) -> None:
         self._at_least("cooldown", 0)
@@ -237,6 +250,11 @@ class TrainConfig:
                 "target_device",
                 None,
                 "joint sends gradients through head and target on one device; leave target_device out",
+            ),
+            (
+                "shard_target",
+                False,
+                "joint sends gradients through the target, which one process then holds whole; leave shard_target out",
             ),
             (
                 "lora",

@@ -117,6 +117,19 @@ class Features:
             self._worker.shutdown(cancel_futures=True)
             self._worker = self._ahead = None
 
+    def needs_target(self, n: int) -> bool:
+        """Return whether batch n is neither kept nor recorded, so that the target has to run."""
+        return self._find(n) is None and self._read(self._tokens(n), self.batches[n]) is None
+
+    def pass_along(self, n: int) -> None:
+        """Run a split target on batch n for the sake of other processes."""
+        batch = self._tokens(n)
+        self.target.features(batch.token_BT, batch.length_B, self.taps)
+
+    def supervised(self, n: int) -> Tensor:
+        """Return which tokens of batch n are goals, bool [B, T]."""
+        return pad(self.batches[n], self.device)[2]
+
     def _tokens(self, n: int) -> Batch:
         return Batch(*pad(self.batches[n], self.target.device), torch.empty(0), torch.empty(0))
 

@@ -28,12 +28,13 @@ from torch.nn import functional as F
 from headway.heads.common.aside import folder_aside
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.lora import PREFIX, write_lora
-from headway.heads.common.losses import CHUNK_ELEMENTS, label_positions
+from headway.heads.common.losses import CHUNK_ELEMENTS, label_positions, mean_over
 from headway.heads.common.objective import LEAST_LOG
 from headway.heads.common.protocol import Batch, Frozen, Head, LossReport, TargetInfo
 from headway.train.batches import Rows, make_batches
 from headway.train.config import TrainConfig
 from headway.train.features import Features
+from headway.train.gathered import is_split
 from headway.train.schedule import steps_by_count
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def check_joint(config: TrainConfig, accelerator: Accelerator, target: Target | 
         raise HeadwayError(
             f"joint trains in one process, {accelerator.num_processes} were launched; launch one, or leave out joint"
         )
+    if is_split(accelerator):
+        kind = accelerator.distributed_type.value
+        raise HeadwayError(f"joint trains in one process, not on {kind}; launch one without it, or leave out joint")
     if target is None:
         from headway.inference.target import read_model_config
 
@@ -101,7 +105,7 @@ def _refuse_quantised(quantised: bool, name: str) -> None:
 
 
 def joint_batches(
-    config: TrainConfig, target: Target, head: Head, rows: Rows
+    config: TrainConfig, target: Target, head: Head, rows: Rows, batches_per_step: int
 ) -> tuple[int | None, Features, Features, list[str]]:
     """Return what `setup.prepare_features` does, for a target whose features change with every step: none are kept.
 
@@ -117,7 +121,7 @@ def joint_batches(
     said = [
         "features: computed at each step, as the target changes; none are kept, and none that were recorded are read"
     ]
-    return steps_by_count(config, config.grad_accum, len(made[0].batches)), made[0], made[1], said
+    return steps_by_count(config, batches_per_step, len(made[0].batches)), made[0], made[1], said
 
 
 class Tokens(Features):
@@ -163,9 +167,10 @@ class Joint(nn.Module):
             if group.get("adapter"):
                 group["lr"] = 0.0 if self.alone else lr * self.fields["lr_scale"] * ramp
 
-    def forward(self, batch: Batch) -> LossReport:
-        """Return the loss of a training step."""
-        return self.loss(batch, training=True)
+    def forward(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the fields of the LossReport of a training step."""
+        report = self.loss(batch, training=True)
+        return report.loss, report.loss_S, report.agreement_S, report.count_S, report.figures
 
     def loss(self, batch: Batch, training: bool = False) -> LossReport:
         """Return the loss of a batch of tokens, with the drift of the target among its figures."""
@@ -174,14 +179,15 @@ class Joint(nn.Module):
         taps = self.head.config.taps
         with self.unchanged():
             _, unchanged_BTD = self.target.features(batch.token_BT, batch.length_B, ("last",))
-        with self._dropping() if training else nullcontext():
+        with self._dropping(batch) if training else nullcontext():
             tap_BTF, last_BTD = self.target.trained_features(batch.token_BT, batch.length_B, taps)
         report = self._head_loss(replace(batch, tap_BTF=tap_BTF, last_BTD=last_BTD.detach()), training)
         row_M, position_M = label_positions(batch)
         anchored_M = position_M >= 1  # those that the head's first step is taught, so that one count serves both
         row_M, position_M = row_M[anchored_M], position_M[anchored_M]
         kl, top1 = drift(self.target.frozen, last_BTD[row_M, position_M], unchanged_BTD[row_M, position_M])
-        total = report.loss + self.fields["weight"] * kl
+        share = report.count_S[0] / mean_over(batch, report.count_S)[0]  # of the step's labels, as the head's loss is
+        total = report.loss + self.fields["weight"] * kl * share
         return replace(report, loss=total, figures={KL: kl.detach(), TOP1: top1})
 
     def _alone(self, batch: Batch) -> LossReport:
@@ -202,11 +208,14 @@ class Joint(nn.Module):
             yield
 
     @contextmanager
-    def _dropping(self) -> Iterator[None]:
+    def _dropping(self, batch: Batch) -> Iterator[None]:
         for dropout in self._dropouts:
             dropout.train()
+        # Where the step's labels were counted before, the head has to draw what they were counted of.
+        devices = [batch.token_BT.device] if batch.token_BT.is_cuda else []
         try:
-            yield
+            with torch.random.fork_rng(devices, enabled=batch.whole_count_S is not None):
+                yield
         finally:
             for dropout in self._dropouts:
                 dropout.eval()

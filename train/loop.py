@@ -8,18 +8,21 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import pairwise
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
 
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError, Interrupted
-from headway.heads.common.protocol import Head, LossReport
+from headway.heads.common.protocol import Batch, Head, LossReport
 from headway.train.batches import Order
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
@@ -108,21 +111,18 @@ def steps(run: Run) -> dict[str, Any]:
                 group["lr"] = lr
             if run.joint is not None:
                 run.joint.begin(progress.step, run.total_steps, lr, run.optimizer)
-            reports = accumulate(run, order)
-            for report in reports:
-                refuse_non_finite(run, "loss", report.loss.detach())
+            reports, skipped_here = accumulate(run, order)
+            figures = summarise(accelerator, reports, skipped_here)
             norm = accelerator.clip_grad_norm_(run.model.parameters(), config.clip or math.inf)
             refuse_non_finite(run, "gradient norm", norm)
-            if anywhere(accelerator, bool(reports)):
+            if figures["tokens"]:
                 run.optimizer.step()
-                if run.average is not None:
-                    run.average.update(run.weights, progress.step)
+                run.gathered.update_average(progress.step)
             run.optimizer.zero_grad(set_to_none=True)
 
             # log
             seconds = time.perf_counter() - begin
-            figures = summarise(reports)
-            tokens, skipped = everywhere(accelerator, figures["tokens"], config.grad_accum - len(reports))
+            tokens, skipped = figures["tokens"], figures.pop("skipped")
             if is_due(progress.step + 1, config.log_every):
                 pace = line.pace(progress, tokens, seconds)
                 log(
@@ -141,30 +141,81 @@ def steps(run: Run) -> dict[str, Any]:
     return finish(run, metrics)
 
 
-def accumulate(run: Run, order: Order) -> list[LossReport]:
-    """Run the batches of a step forward and backward; return the reports of those that had a goal."""
-    accelerator, grad_accum = run.accelerator, run.config.grad_accum
-    reports = []
-    for i in range(grad_accum):
-        n = (run.progress.step * grad_accum + i) * accelerator.num_processes + accelerator.process_index
-        batch = run.train.take(order[n], then=order[n + accelerator.num_processes])
-        with nullcontext() if i == grad_accum - 1 else accelerator.no_sync(run.model):
-            report = run.model(batch)
-            if supervised(report):
-                reports.append(report)
-            # A batch without goals has loss zero; it still takes part, so that no process waits for another.
-            accelerator.backward(report.loss / grad_accum)
-    return reports
+def accumulate(run: Run, order: Order) -> tuple[list[LossReport], int]:
+    """Run this process's batches of a step forward and backward; return their reports and how many of them had no goal.
+
+    The gradient is that of the mean over the supervised tokens of the whole step: each batch's loss is its share of it.
+    """
+    accelerator, turns = run.accelerator, run.turns
+    numbers = [run.number(turn) for turn in range(turns + 1)]
+    count_S = count_labels(run, order, numbers[:turns])
+    reports, skipped = [], 0
+    for turn, (n, after) in enumerate(pairwise(numbers)):
+        batch = replace(take(run, place(order, n), then=place(order, after)), whole_count_S=count_S)
+        if n is None:  # it still takes part, so that no process waits for another
+            batch = replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
+        with between(accelerator, run.model, last=turn == turns - 1):
+            begin_draws(run, n)
+            report = LossReport(*run.model(batch))
+            refuse_non_finite(run, "loss", report.loss.detach())
+            skipped += n is not None and not int(report.count_S.sum())
+            reports.append(report)
+            # The engines take the mean over the processes, and DeepSpeed over the turns; this is a sum.
+            means = turns if accelerator.distributed_type == DistributedType.DEEPSPEED else 1
+            accelerator.backward(report.loss * (accelerator.num_processes * means))
+    return reports, skipped
+
+
+def take(run: Run, n: int, then: int) -> Batch:
+    """Return batch n. A split target is asked by all processes when one of them needs it."""
+    if run.config.shard_target:
+        needed = run.train.needs_target(n)
+        if anywhere(run.accelerator, needed) and not needed:
+            run.train.pass_along(n)
+    return run.train.take(n, then)
+
+
+def place(order: Order, number: int | None) -> int:
+    """Return which batch has that number; without one the shortest, which takes the least time."""
+    return 0 if number is None else order[number]
+
+
+def count_labels(run: Run, order: Order, numbers: Sequence[int | None]) -> Tensor | None:
+    """Return over how many labels the means of a step go, int64 [S]; None where each step is one batch, which counts itself.
+
+    `numbers` are the batches of this process.
+    """
+    if run.batches_per_step == 1:
+        return None
+    whole_S = torch.zeros(run.config.max_length, dtype=torch.long, device=run.accelerator.device)
+    for n in numbers:
+        if n is not None:
+            begin_draws(run, n)
+            count_S = run.head.count_labels(run.train.supervised(order[n]))
+            whole_S[: len(count_S)] += count_S
+    return run.accelerator.reduce(whole_S) if run.accelerator.num_processes > 1 else whole_S  # type: ignore[return-value]
+
+
+def begin_draws(run: Run, n: int | None) -> None:
+    """Seed what batch number n draws (noise, dropout, anchors), so that no matter which process runs it, and after what.
+
+    Where a step is one batch they go on from the last one's.
+    """
+    if n is not None and run.batches_per_step > 1:
+        torch.manual_seed(((run.config.seed << 32) + 1 + n) % (1 << 63))
+
+
+@contextmanager
+def between(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Inside, gradients are kept for later turns; in the last turn of a step they are averaged over the processes."""
+    accelerator.sync_gradients = last
+    with nullcontext() if last else accelerator.no_sync(model):
+        yield
 
 
 def is_due(step: int, every: int) -> bool:
     """Return whether `step` is a multiple of `every`; with 0 none is."""
     return every > 0 and step % every == 0
-
-
-def supervised(report: LossReport) -> bool:
-    """Return whether anything in the batch was a goal."""
-    return int(report.count_S.sum()) > 0
 
 
 def refuse_non_finite(run: Run, what: str, value: Tensor | float | None) -> None:
@@ -176,80 +227,86 @@ def refuse_non_finite(run: Run, what: str, value: Tensor | float | None) -> None
         )
 
 
-def summarise(reports: list[LossReport]) -> dict[str, Any]:
-    """Return loss, agreement per step and goals of the batches of a step on this process."""
-    if not reports:
-        return {"loss": 0.0, "agreement_S": [], "tokens": 0}
-    agreement = torch.stack([r.agreement_S for r in reports]).float().mean(0)
-    return {
-        "loss": float(torch.stack([r.loss.detach() for r in reports]).mean()),
-        "agreement_S": [round(a, 4) for a in agreement.tolist()],
-        "tokens": sum(int(r.count_S[0]) for r in reports),
-        **{name: float(torch.stack([r.figures[name] for r in reports]).mean()) for name in reports[0].figures},
-    }
+def summarise(accelerator: Accelerator, reports: list[LossReport], skipped: int) -> dict[str, Any]:
+    """Return loss, agreement per step, goals, batches without one, and what figures the loss reports beside, of a step over
+    all processes."""
+    exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    loss = torch.stack([r.loss.detach() for r in reports]).to(exact).sum()
+    count_S = torch.stack([r.count_S for r in reports]).to(exact).sum(0)
+    hits_S = torch.stack([r.agreement_S.to(exact) * r.count_S for r in reports]).sum(0)
+    names = list(reports[0].figures)
+    beside = [torch.stack([r.figures[name].to(exact) * r.count_S[0] for r in reports]).sum() for name in names]
+    parts = torch.cat([torch.stack([loss, loss.new_tensor(skipped), *beside]), count_S, hits_S])
+    if accelerator.num_processes > 1:
+        parts = accelerator.reduce(parts)  # type: ignore[assignment]
+    loss_sum, skipped_sum, *rest = parts.tolist()
+    sums, rest = rest[: len(names)], rest[len(names) :]
+    count, hits = rest[: len(count_S)], rest[len(count_S) :]
+    agreement = [round(h / c, 4) if c else 0.0 for h, c in zip(hits, count, strict=True)]
+    figures = {name: total / max(1.0, count[0]) for name, total in zip(names, sums, strict=True)}
+    tokens = int(count[0])
+    return {"loss": loss_sum, "agreement_S": agreement, "tokens": tokens, "skipped": int(skipped_sum), **figures}
 
 
 def evaluate(run: Run, interrupted: threading.Event, *, logged: bool = False) -> dict[str, Any]:
-    """Return the figures on held-out rows; the main process computes them, the others wait. `logged` ones are in the log."""
+    """Return the figures on held-out rows; `logged` ones are in the log. The main process computes them and the others wait;
+    a split target all ask together, and alike."""
     metrics: dict[str, Any] = {}
     begin = time.perf_counter()
-    if run.accelerator.is_main_process and run.rows.held_out:
-        run.head.eval()
-        run.train.settle()
-        with result_weights(run):
-            metrics = held_out_figures(run, interrupted)
-        run.head.train()
-        metrics["held_out_seconds"] = round(time.perf_counter() - begin, 3)
-        run.progress.eval_seconds += metrics["held_out_seconds"]
-        if not interrupted.is_set():  # cut short, it is done again when the run is continued
-            say(f"step {run.progress.step}: {spell(metrics)}")
-            if not logged:  # by the run before it was killed, at its end, where the figures are needed again
-                log(run, {"step": run.progress.step, **metrics})
+    main, together = run.accelerator.is_main_process, run.config.shard_target
+    with run.gathered.result(bool(run.rows.held_out) and (main or together)) as head:
+        if head is not None:
+            head.eval()
+            run.train.settle()
+            metrics = held_out_figures(run, head, (lambda: False) if together else interrupted.is_set)
+            head.train()
+            metrics["held_out_seconds"] = round(time.perf_counter() - begin, 3)
+            run.progress.eval_seconds += metrics["held_out_seconds"]
+    if metrics and main and not interrupted.is_set():  # cut short, it is done again when the run is continued
+        say(f"step {run.progress.step}: {spell(metrics)}")
+        if not logged:  # by the run before it was killed, at its end, where the figures are needed again
+            log(run, {"step": run.progress.step, **metrics})
     run.accelerator.wait_for_everyone()
     return metrics
 
 
-def held_out_figures(run: Run, interrupted: threading.Event) -> dict[str, Any]:
-    """Return loss, agreement and accepted length of the head as it is, on held-out rows."""
+def held_out_figures(run: Run, head: Head, stop: Callable[[], bool]) -> dict[str, Any]:
+    """Return loss, agreement and accepted length of a head on held-out rows; `stop` is asked in between."""
     config = run.config
     held_out = (run.held_out[i] for i in range(len(run.held_out.batches)))
-    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.joint or run.head, held_out).items()}
+    metrics = {f"held_out_{k}": v for k, v in evaluate_agreement(run.joint or head, held_out).items()}
     room = run.target.max_positions - config.eval_tokens
     prompts = choose_prompts(run.rows.held_out, config.eval_prompts, room)
     since = time.perf_counter()
-    if prompts and not interrupted.is_set():
+    if prompts and not stop():
         accepted = evaluate_accepted_length(
             run.target,
-            beside_target(run),
+            beside_target(run, head),
             run.policy,
             prompts,
             max_new_tokens=config.eval_tokens,
             batch_size=len(prompts),
-            stop=interrupted.is_set,
+            stop=stop,
         )
         metrics |= {"accepted_length": accepted["accepted_length"], "accepted_prompts": accepted["prompts"]}
         metrics["accepted_seconds"] = round(time.perf_counter() - since, 3)
     return metrics
 
 
-def result_weights(run: Run) -> AbstractContextManager[None]:
-    """Inside, the head has the weights that the run would leave: their average where one is kept."""
-    return nullcontext() if run.average is None else run.average.instead(run.weights)
-
-
-def beside_target(run: Run) -> Head:
-    """Return the head for decoding: on the target's device."""
+def beside_target(run: Run, head: Head) -> Head:
+    """Return a head for decoding: on the target's device."""
     if run.config.target_device is None:
-        return run.head
-    twin = type(run.head)(run.head.config, run.target.frozen)
-    twin.load_state_dict(plain_state(run.head))
+        return head
+    twin = type(head)(head.config, run.target.frozen)
+    twin.load_state_dict(plain_state(head))
     return twin.to(run.target.device)
 
 
 def save_state(run: Run) -> None:
     """Write a state to continue from."""
+    state = run.gathered.tensors(), run.gathered.optimizer_state(), run.gathered.average_tensors()
     if run.accelerator.is_main_process:
-        run.folder.save(run.progress, run.weights, run.optimizer, run.average)
+        run.folder.save(run.progress, *state)
     run.accelerator.wait_for_everyone()
 
 
@@ -263,26 +320,31 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         "eval_seconds": round(run.progress.eval_seconds, 1),
         "skipped_batches": run.progress.skipped,
     }
-    if run.accelerator.is_main_process:
-        data = {
-            "dialogs": len(run.rows.train) + len(run.rows.held_out),
-            "held_out": len(run.rows.held_out),
-            "supervised_tokens": sum(row.num_goals for row in run.rows.train),
-            "written_by": run.manifest.get("target", run.target.info.name),
-            "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
-        }
-        with result_weights(run):
-            head, more = split(run.head, run.config)
-            info = run.target.info
-            if run.joint is not None:  # first: where there is a head, there is its adapter
-                info, more["joint"] = run.joint.save(run.folder.path / ADAPTER, metrics)
-            save_head(head, run.folder.head, target=info, metrics=metrics, data=data, **more)
-        remove_cache(run.folder)
-        if run.progress.skipped:
-            say(f"{run.progress.skipped} batches had no supervised token and were skipped")
-        say(f"head saved in {run.folder.head}")
+    with run.gathered.result(run.accelerator.is_main_process) as head:
+        if head is not None:
+            save_result(run, head, metrics)
     run.accelerator.wait_for_everyone()
     return metrics
+
+
+def save_result(run: Run, head: Head, metrics: dict[str, Any]) -> None:
+    """Write the head that the run leaves, and remove what only the run needed."""
+    data = {
+        "dialogs": len(run.rows.train) + len(run.rows.held_out),
+        "held_out": len(run.rows.held_out),
+        "supervised_tokens": sum(row.num_goals for row in run.rows.train),
+        "written_by": run.manifest.get("target", run.target.info.name),
+        "dialogs_sha256": (run.folder.read_run() or {}).get("dialogs_sha256"),
+    }
+    plain, more = split(head, run.config)
+    info, of = run.target.info, run.weights_of
+    if run.joint is not None:  # first: where there is a head, there is its adapter
+        info, more["joint"] = run.joint.save(run.folder.path / ADAPTER, metrics)
+    save_head(plain, run.folder.head, target=info, metrics=metrics, data=data, weights_of=of, **more)
+    remove_cache(run.folder)
+    if run.progress.skipped:
+        say(f"{run.progress.skipped} batches had no supervised token and were skipped")
+    say(f"head saved in {run.folder.head}")
 
 
 def remove_cache(folder: RunFolder) -> None:
@@ -310,14 +372,6 @@ def spell(metrics: dict[str, Any]) -> str:
         else:
             parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
     return ", ".join(parts)
-
-
-def everywhere(accelerator: Accelerator, *counts: int) -> list[int]:
-    """Return the sums of the counts over all processes."""
-    if accelerator.num_processes == 1:
-        return list(counts)
-    sums: Tensor = accelerator.reduce(torch.tensor(counts, device=accelerator.device))  # type: ignore[assignment]
-    return [int(n) for n in sums]
 
 
 def anywhere(accelerator: Accelerator, flag: bool) -> bool:

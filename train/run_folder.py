@@ -19,21 +19,20 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.data.jsonl import lock
 from headway.data.manifest import check_writable, read_json, write_json
 from headway.heads.common.aside import file_aside, folder_aside
 from headway.heads.common.checkpoint import read_tensors
 from headway.heads.common.errors import HeadwayError
-from headway.train.average import Average
 from headway.train.config import TrainConfig
 from headway.train.provenance import continuation, provenance
 
 KEEP = 2
 FREE_KEYS = (
     "out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree",
-    "target_device",
+    "target_device", "shard_target",
 )  # fmt: skip
 """Recipe keys that may change when a run is continued: they do not touch the weights."""
 
@@ -54,6 +53,17 @@ class Progress:
     """Batches without a supervised token."""
     evaluated_at: int = 0
     """Step of the last evaluation that ran to its end."""
+
+
+@dataclass
+class Saved:
+    """A state read back, as one process would hold it."""
+
+    progress: Progress
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    average: dict[str, Tensor] | None
+    rng: dict[str, Any]
 
 
 class RunFolder:
@@ -138,20 +148,32 @@ class RunFolder:
             raise HeadwayError(f"{path} describes no run; delete it to begin anew, or give another folder: out=...")
         return run
 
-    def save(self, progress: Progress, head: nn.Module, optimizer: Any, average: Average | None = None) -> Path:
-        """Write a state and remove all but the newest two."""
+    def save(
+        self,
+        progress: Progress,
+        weights: Mapping[str, Tensor],
+        optimizer: dict[str, Any],
+        average: Mapping[str, Tensor] | None = None,
+    ) -> Path:
+        """Write a state, from the whole state of what is trained, its optimizer and average, and remove all but the newest two.
+
+        Raises HeadwayError for an empty tensor, as an engine leaves behind that keeps it in parts.
+        """
+        for name, tensor in weights.items():
+            if tensor.numel() == 0:
+                raise HeadwayError(f"tensor {name!r} is empty, so the state was not saved; gather the weights first")
         folder = self.path / "state" / f"step-{progress.step}"
         with folder_aside(folder) as aside:
-            save_file(_copies(head.state_dict()), aside / "head.safetensors")
+            save_file(_copies(weights), aside / "head.safetensors")
             if average is not None:
-                save_file(_copies(average.weights), aside / "average.safetensors")
-            torch.save({"optimizer": optimizer.state_dict(), "rng": _rng()}, aside / "optimizer.pt")
+                save_file(_copies(average), aside / "average.safetensors")
+            torch.save({"optimizer": optimizer, "rng": _rng()}, aside / "optimizer.pt")
             (aside / "state.json").write_text(json.dumps(asdict(progress)) + "\n", encoding="utf-8")
         self._remove_old()
         return folder
 
-    def load(self, head: nn.Module, optimizer: Any, average: Average | None = None) -> Progress | None:
-        """Fill head, optimizer and average from the newest state, and return its counters; None where there is no state.
+    def load(self, *, average: bool) -> Saved | None:
+        """Return the newest state, with its average if the run keeps one; None where there is no state.
 
         Raises HeadwayError for a damaged state, naming the file.
         """
@@ -164,12 +186,9 @@ class RunFolder:
                 progress = Progress(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError) as e:
                 raise _damaged(folder / "state.json", folder) from e
-            head.load_state_dict(read_tensors(folder / "head.safetensors"), strict=True)
-            if average is not None:
-                average.load(read_tensors(folder / "average.safetensors"))
-            optimizer.load_state_dict(rest["optimizer"])
-            _set_rng(rest["rng"])
-            return progress
+            tensors = read_tensors(folder / "head.safetensors")
+            averaged = read_tensors(folder / "average.safetensors") if average else None
+            return Saved(progress, tensors, rest["optimizer"], averaged, rest["rng"])
         return None
 
     def log(self, row: dict[str, Any]) -> None:
@@ -259,7 +278,8 @@ def _rng() -> dict[str, Any]:
     return states
 
 
-def _set_rng(states: dict[str, Any]) -> None:
+def set_rng(states: dict[str, Any]) -> None:
+    """Go on with the random numbers of a state; of GPUs, as far as there are as many as there were."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])

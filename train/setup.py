@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 
 from headway.data.dialogs import check_writer, read_dialogs, read_manifest
 from headway.data.recorded import Recorded
-from headway.heads.common.checkpoint import read_config
+from headway.heads.common.checkpoint import fingerprint, read_config
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Batch, Head, LossReport, find_family
+from headway.heads.common.protocol import Batch, Head, find_family
 from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
-from headway.train.average import Average
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
 from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
+from headway.train.gathered import Gathered, is_split
 from headway.train.joint import Joint, check_joint, joint_batches
+from headway.train.launch import launch
 from headway.train.lora import begin_with
 from headway.train.optimizers import Both, check_optimizer, make_optimizer
 from headway.train.progress import say
 from headway.train.provenance import data_facts
-from headway.train.run_folder import Progress, RunFolder, sha256_of
+from headway.train.run_folder import Progress, RunFolder, Saved, set_rng, sha256_of
 from headway.train.schedule import steps_by_count, steps_by_time
 from headway.train.trackers import begin_tracking
 
@@ -41,16 +42,18 @@ if TYPE_CHECKING:
 
 
 class Step(nn.Module):
-    """A head whose forward is its loss, because data-parallel wrappers see forward only."""
+    """A head whose forward is its loss, because data-parallel wrappers see forward only, and in it only tuples of tensors."""
 
     def __init__(self, head: Head, autocast: bool) -> None:
         super().__init__()
         self.head = head
         self.autocast = autocast
 
-    def forward(self, batch: Batch) -> LossReport:
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the fields of the LossReport."""
         with torch.autocast(batch.token_BT.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.head.loss(batch)
+            report = self.head.loss(batch)
+        return report.loss, report.loss_S, report.agreement_S, report.count_S
 
 
 @dataclass
@@ -65,8 +68,8 @@ class Run:
     model: nn.Module
     """The head's loss, wrapped by accelerate."""
     optimizer: Any
-    average: Average | None
-    """Of the weights, with `ema`."""
+    gathered: Gathered
+    """What is trained, its optimizer and, with `ema`, the average of the weights, whole."""
     train: Features
     held_out: Features
     rows: Rows
@@ -74,13 +77,24 @@ class Run:
     manifest: dict[str, Any]
     total_steps: int
     progress: Progress
+    batches_per_step: int
+    """Batches of an optimizer step, of all processes together."""
+    weights_of: str | None
+    """Fingerprint of a target that is split itself."""
     joint: Joint | None = None
     """The head with a LoRA on its target, where both are trained."""
 
     @property
-    def weights(self) -> nn.Module:
-        """What is trained: its state is that of the run."""
-        return self.head if self.joint is None else self.joint
+    def turns(self) -> int:
+        """Batches that each process runs in a step; in the last turn some may have none left."""
+        return -(-self.batches_per_step // self.accelerator.num_processes)
+
+    def number(self, turn: int) -> int | None:
+        """Return the number, from the beginning of the run, of the batch that this process runs in a turn of this step or the
+        next; None where none is left for it."""
+        step, turn = self.progress.step + turn // self.turns, turn % self.turns
+        k = turn * self.accelerator.num_processes + self.accelerator.process_index
+        return step * self.batches_per_step + k if k < self.batches_per_step else None
 
 
 def finished(config: TrainConfig) -> dict[str, Any] | None:
@@ -109,18 +123,9 @@ def prepare(
     tree = None if config.tree == "auto" else parse_policy(config.tree)
     accelerator = make_accelerator(config)
     saved = folder.read_run()
-    check_processes(saved, accelerator, folder)
     check_joint(config, accelerator, target)
-    if target is None:
-        from headway.inference.target import Target
-
-        dtype = same_dtype(config, accelerator, saved)
-        where = config.target_device or str(accelerator.device)
-        require_memory(config, dtype, where)
-        target = Target.load(
-            config.target, dtype=dtype, device=where, revision=config.revision,
-            adapter=config.target_adapter, merge_adapter=config.merge_adapter,
-        )  # fmt: skip
+    batches_per_step = count_batches(saved, config, accelerator)
+    target = load_target(config, accelerator, saved) if target is None else target
     check_weights(saved, target, folder)
     check_writer(manifest, target.info, config.dialogs)
     if target.max_positions < config.max_length:
@@ -132,10 +137,14 @@ def prepare(
         check_policy(tree, head.max_depth)
 
     require_disk(config, head)
-    by_count, train, held_out, said = prepare_features(config, accelerator, target, head, rows, folder, shared)
+    weights_of = split_target(config, target, device)
+    by_count, train, held_out, said = prepare_features(
+        config, accelerator, target, head, rows, folder, shared, batches_per_step
+    )
     total_steps = (saved or {}).get("total_steps")
     if accelerator.is_main_process and saved is None:
         facts = {"dtype": target.dtype_name, "processes": accelerator.num_processes}
+        facts |= {"batches_per_step": batches_per_step}
         facts |= {"weights": target.fingerprint, **data_facts(config, rows, target)}
         folder.create(config, argv, manifest, sha256_of(Path(config.dialogs) / "dialogs.jsonl"), facts)
     if accelerator.is_main_process:
@@ -144,16 +153,26 @@ def prepare(
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
     joint = None if config.joint is None else Joint(config, target, head, autocast=autocast)
     weights = head if joint is None else joint
-    optimizer = make_optimizer(config, head, () if joint is None else list(joint.adapter.parameters()))
-    model, optimizer = accelerator.prepare(joint or Step(head, autocast), optimizer)
-    average = Average(weights, config.ema) if config.ema else None
-    progress = folder.load(weights, optimizer, average) or Progress()
+    optimizer: Any = make_optimizer(config, head, () if joint is None else list(joint.adapter.parameters()))
+    model: nn.Module = joint or Step(head, autocast)
+    state = read_state(config, accelerator, folder)
+    progress = Progress() if state is None else state.progress
+    if state is not None:
+        weights.load_state_dict(state.weights, strict=True)
     if total_steps is None and accelerator.is_main_process:
         total_steps = by_count
         if config.max_seconds is not None and progress.step == 0:
-            by_time = steps_by_time(config, train, lambda batch: trial(accelerator, model, optimizer, batch))
+            by_time = steps_by_time(config, train, lambda batch: trial(model, optimizer, batch))
             total_steps = min(by_time, by_count or by_time)
         folder.fix_total(int(total_steps or 1))
+    gathered = Gathered(accelerator, head, weights, optimizer)
+    tell_engine(accelerator, config, -(-batches_per_step // accelerator.num_processes))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    gathered.adopt(optimizer, config.ema)
+    if state is not None:
+        gathered.load_optimizer(state.optimizer)
+        gathered.load_average(state.average)
+        set_rng(state.rng)
     [total_steps] = broadcast_object_list([total_steps])
     assert total_steps is not None
     if accelerator.is_main_process:
@@ -164,10 +183,11 @@ def prepare(
             say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
         said += [] if joint is None else [joint.spell()]
         say_plan(head, rows, train, said, total_steps, progress)
+        say_spread(batches_per_step, accelerator, config)
     begin_tracking(config, accelerator, continued=progress.step > 0)
     return Run(
-        config, accelerator, folder, target, head, model, optimizer, average, train, held_out, rows, tree, manifest,
-        total_steps, progress, joint,
+        config, accelerator, folder, target, head, model, optimizer, gathered, train, held_out, rows, tree, manifest,
+        total_steps, progress, batches_per_step, weights_of, joint,
     )  # fmt: skip
 
 
@@ -178,33 +198,71 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             f"tracker is {config.tracker!r}, which is not installed; run `pip install headway[{config.tracker}]` or "
             "set tracker=none"
         )
-    trackers = None if config.tracker == "none" else [config.tracker]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    # Without a GPU, several processes find each other only where accelerate is told to stay on the CPU.
-    on_cpu = world_size > 1 and not torch.cuda.is_available()
-    accelerator = Accelerator(cpu=on_cpu, log_with=trackers, project_dir=config.out if trackers else None)
-    if accelerator.num_processes != world_size:
+    accelerator = launch(config)
+    if config.shard_target and accelerator.num_processes == 1:
+        raise HeadwayError("shard_target splits the target over several processes, and this is one; launch more")
+    if is_split(accelerator) and config.lora is not None:
+        raise HeadwayError("a lora is too small to be split over processes; launch with recipes/accelerate/ddp.yaml")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and config.optimizer != "adamw":
         raise HeadwayError(
-            f"{world_size} processes were launched, but accelerate sees {accelerator.num_processes}; launch one, or "
-            "see recipes/accelerate/cpu.yaml for several on a CPU"
-        )
-    supported = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    if accelerator.distributed_type not in supported:
-        raise HeadwayError(
-            f"accelerate was configured for {accelerator.distributed_type.value}; heads, which are small, train on one "
-            "process or with plain data parallelism; choose distributed_type NO or MULTI_GPU in the accelerate config"
+            f"optimizer is {config.optimizer!r}, and under DeepSpeed only adamw is split and saved; set optimizer=adamw, or "
+            "launch with recipes/accelerate/ddp.yaml"
         )
     return accelerator
 
 
-def check_processes(saved: dict[str, Any] | None, accelerator: Accelerator, folder: RunFolder) -> None:
-    """Raise HeadwayError when a run is continued on another number of processes: its batches would be other ones."""
-    before = (saved or {}).get("processes", accelerator.num_processes)
-    if before != accelerator.num_processes:
+def tell_engine(accelerator: Accelerator, config: TrainConfig, turns: int) -> None:
+    """Tell DeepSpeed what it does itself: clip, and count the batches between two steps."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    accelerator.gradient_accumulation_steps = turns
+    accelerator.state.deepspeed_plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": 1,  # it only multiplies this
+        "gradient_accumulation_steps": turns,
+        "gradient_clipping": config.clip,
+    }
+
+
+def count_batches(saved: dict[str, Any] | None, config: TrainConfig, accelerator: Accelerator) -> int:
+    """Return the batches of a step over all processes: as many as the run began with, on however many it goes on."""
+    if saved is not None and "batches_per_step" in saved:
+        return int(saved["batches_per_step"])
+    return config.grad_accum * int((saved or {}).get("processes", accelerator.num_processes))
+
+
+def load_target(config: TrainConfig, accelerator: Accelerator, saved: dict[str, Any] | None) -> Target:
+    """Return the target on its device; one that will be split begins in host memory."""
+    from headway.inference.target import Target
+
+    dtype = same_dtype(config, accelerator, saved)
+    where = "cpu" if config.shard_target else config.target_device or str(accelerator.device)
+    require_memory(config, dtype, where)
+    return Target.load(
+        config.target, dtype=dtype, device=where, revision=config.revision,
+        adapter=config.target_adapter, merge_adapter=config.merge_adapter,
+    )  # fmt: skip
+
+
+def split_target(config: TrainConfig, target: Target, device: torch.device) -> str | None:
+    """Split the target over the processes if the recipe says so; return its fingerprint, which it then cannot give itself."""
+    if not config.shard_target:
+        return None
+    weights_of = fingerprint(target.frozen)
+    target.shard(device)
+    return weights_of
+
+
+def read_state(config: TrainConfig, accelerator: Accelerator, folder: RunFolder) -> Saved | None:
+    """Return the newest state, or None. Raises HeadwayError unless all processes read the same."""
+    state = folder.load(average=config.ema > 0)
+    step = -1 if state is None else state.progress.step
+    [first] = broadcast_object_list([step])
+    steps: Tensor = accelerator.reduce(torch.tensor(float(step != first), device=accelerator.device))  # type: ignore[assignment]
+    if float(steps):
         raise HeadwayError(
-            f"{folder.path} holds a run of {before} processes, this is one of {accelerator.num_processes}; launch as "
-            "many as before, or give another folder: out=..."
+            f"the processes do not find the same states in {folder.path}; give an out=... that all machines share"
         )
+    return state
 
 
 def same_dtype(config: TrainConfig, accelerator: Accelerator, saved: dict[str, Any] | None) -> str:
@@ -238,13 +296,14 @@ def prepare_features(
     rows: Rows,
     folder: RunFolder,
     shared: Memory | None,
+    batches_per_step: int,
 ) -> tuple[int | None, Features, Features, list[str]]:
     """Return the steps that epochs and max_steps allow, the features of both sets of rows, and lines that say where they are.
 
     Raises HeadwayError for features that were asked for and are not this target's, and for what does not fit.
     """
     if config.joint is not None:
-        return joint_batches(config, target, head, rows)
+        return joint_batches(config, target, head, rows, batches_per_step)
     recorded = Recorded(config.dialogs, target, config.features)
     if config.features is not None:
         recorded.require(head.config.taps)
@@ -252,9 +311,8 @@ def prepare_features(
         Features, target, head.config.taps, recorded=recorded, store=config.store, device=accelerator.device
     )
     batches = make_batches(rows.train, config.tokens_per_batch)
-    per_step = config.grad_accum * accelerator.num_processes
-    by_count = steps_by_count(config, per_step, len(batches))
-    repeats = by_count is None or by_count * per_step > len(batches)
+    by_count = steps_by_count(config, batches_per_step, len(batches))
+    repeats = by_count is None or by_count * batches_per_step > len(batches)
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = make_features(batches).num_bytes
     kept, why = choose_cache(config.cache, size, repeats, num_local, Path(config.out))
@@ -287,22 +345,20 @@ def make_head(config: TrainConfig, target: Target, rows: Rows, device: torch.dev
     return head.float()
 
 
-def trial(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: Batch) -> None:
-    """Do a whole step at learning rate zero and forget it, to time it."""
-    module = accelerator.unwrap_model(model)
-    module(batch).loss.backward()
-    accelerator.clip_grad_norm_(module.parameters(), 1.0)
-    raw = getattr(optimizer, "optimizer", optimizer)
-    for group in raw.param_groups:
+def trial(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+    """Do a whole step at learning rate zero and forget it, to time it; before an engine has split anything."""
+    model(batch)[0].backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
         group["lr"] = 0.0
-    raw.step()
-    raw.forget() if isinstance(raw, Both) else raw.state.clear()
-    raw.zero_grad(set_to_none=True)
+    optimizer.step()
+    optimizer.forget() if isinstance(optimizer, Both) else optimizer.state.clear()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_steps: int, progress: Progress) -> None:
     """Say what the run is about to do, and what was left out."""
-    size = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    size = sum(getattr(p, "ds_numel", p.numel()) for p in head.parameters() if p.requires_grad)  # ZeRO-3 leaves none
     say(f"{size / 1e6:.1f} M trainable weights, taps {list(head.config.taps)}")
     say(
         f"{len(rows.train)} rows to train on in {len(train.batches)} batches, {len(rows.held_out)} held out, "
@@ -316,3 +372,14 @@ def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_ste
     for line in said:
         say(line)
     say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
+
+
+def say_spread(batches_per_step: int, accelerator: Accelerator, config: TrainConfig) -> None:
+    """Say how the batches of a step are spread over several processes, or over others than the run began with."""
+    processes = accelerator.num_processes
+    if processes == 1 and batches_per_step == config.grad_accum:
+        return
+    idle = -batches_per_step % processes
+    wait = f"; in the last of its turns {idle} of them have none" if idle else ""
+    on = "1 process" if processes == 1 else f"{processes} processes ({accelerator.distributed_type.value})"
+    say(f"{batches_per_step} batches a step on {on}{wait}")

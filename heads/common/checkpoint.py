@@ -46,14 +46,16 @@ def save_head(
     lora: dict[str, Any] | None = None,
     kept: tuple[dict[str, Tensor], dict[str, Any]] | None = None,
     joint: dict[str, Any] | None = None,
+    weights_of: str | None = None,
 ) -> Path:
     """Write a head as a folder and return its path; a head that was there is replaced only once the new one is whole.
 
     `metrics` are figures for the card and `data` says what it was trained on; both are JSON. `state_dict` is the
     gathered state under sharded training. `lora` says what LoRA was trained on the head, and `kept` holds its tensors and
     PEFT's config of it, where it is to lie beside the head's weights and not in them. `joint` says how the adapter on the
-    target was trained together with the head, and how far the target is from what it was. Raises HeadwayError for a missing or
-    empty tensor, or a folder that holds something else.
+    target was trained together with the head, and how far the target is from what it was. `weights_of` is the fingerprint of
+    a target that is split over processes. Raises HeadwayError for a missing or empty tensor, or a folder that holds something
+    else.
     """
     folder = Path(folder)
     check_head_folder(folder)
@@ -64,7 +66,7 @@ def save_head(
         "dtype": str(module_dtype(head)).removeprefix("torch."),
         "head": head.config.to_json(),
         "target": dataclasses.asdict(target),
-        "weights_of": fingerprint(head.frozen),
+        "weights_of": weights_of or fingerprint(head.frozen),
         "metrics": metrics or {},
         "data": data or {},
         **({} if lora is None else {"lora": lora}),

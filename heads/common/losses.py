@@ -52,6 +52,21 @@ def label_positions(batch: Batch) -> tuple[Tensor, Tensor]:
     return row, position
 
 
+def count_labels(supervised_BT: Tensor) -> Tensor:
+    """Return how many labels have an anchor at each step, int64 [S], for as many steps as any has."""
+    # Step s predicts the token at g from the anchor at g - 2 - s: it lacks the first 2 + s tokens.
+    return supervised_BT[:, 2:].sum(0).flip(0).cumsum(0).flip(0)
+
+
+def mean_over(batch: Batch, count_S: Tensor) -> Tensor:
+    """Return over how many labels the mean of each step goes: those counted here, or those of the whole that this is part of.
+    At least 1."""
+    whole_S = batch.whole_count_S
+    if whole_S is None:
+        return count_S.clamp_min(1)
+    return F.pad(whole_S, (0, max(0, len(count_S) - len(whole_S))))[: len(count_S)].clamp_min(1)
+
+
 @torch.no_grad()
 def summarise(frozen: Frozen, last_MD: Tensor) -> tuple[Tensor, Tensor]:
     """Return the target's log-normaliser [M] (fp32) and argmax [M] from features after the final norm, in chunks."""
@@ -236,9 +251,9 @@ def distil_loss(
     """Return the loss of S draft steps: sum over s of a weight, decay^s or the objective's own, times the mean objective.
 
     `hidden_S[s]` [B, T, D] is what the LM head of step s reads, at each anchor; `lm_heads` is one weight [V, D] for all
-    steps or one a step. Each mean is over supervised labels that have an anchor; with none the loss is zero. Agreement
-    counts a target argmax outside the draft vocabulary as a miss. Raises HeadwayError when the objective has weights for
-    another number of steps.
+    steps or one a step. Each mean is over supervised labels that have an anchor, in the loss those of the whole that the batch
+    is part of; with none the loss is zero. Agreement counts a target argmax outside the draft vocabulary as a miss. Raises
+    HeadwayError when the objective has weights for another number of steps.
     """
     row_M, position_M = label_positions(batch)
     last_MD = batch.last_BTD[row_M, position_M]
@@ -249,7 +264,7 @@ def distil_loss(
     hidden_MSD = torch.stack([_at_teacher(h, row_M, position_M, s) for s, h in enumerate(hidden_S)], 1)
     valid_MS, count_S = _anchored(position_M, len(hidden_S))
     step_weight_S = objective.weights(len(hidden_S), decay).to(count_S.device)
-    weight_MS = (valid_MS * (step_weight_S / count_S.clamp_min(1))).to(_full(hidden_MSD.dtype))
+    weight_MS = (valid_MS * (step_weight_S / mean_over(batch, count_S))).to(_full(hidden_MSD.dtype))
     label_M = _label_indices(argmax_M, vocab, frozen.info.vocab_size)
     labels = Labels(frozen, objective, vocab, last_MD, normaliser_M, label_M)
     run = _plain_distil if plain else _chunked_distil
@@ -275,11 +290,12 @@ def feature_loss(batch: Batch, feature_S: Sequence[Tensor], step_weight_S: Seque
     full = _full(feature_S[0].dtype)
     goal_MD = batch.last_BTD[row_M, position_M].to(full)
     valid_MS, count_S = _anchored(position_M, len(feature_S))
+    over_S = mean_over(batch, count_S)
     means = []
     for s, feature_BTD in enumerate(feature_S):
         feature_MD = _at_teacher(feature_BTD, row_M, position_M, s).to(full)
         distance_M = F.smooth_l1_loss(feature_MD, goal_MD, reduction="none").mean(-1)
-        means.append((distance_M * valid_MS[:, s]).sum() / count_S[s].clamp_min(1))
+        means.append((distance_M * valid_MS[:, s]).sum() / over_S[s])
     mean_S = torch.stack(means)
     return (mean_S * mean_S.new_tensor(list(step_weight_S))).sum(), mean_S.detach()
 

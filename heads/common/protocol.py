@@ -184,6 +184,9 @@ class Batch:
     """log-sum-exp of the target's logits at each position, or None to have the loss compute it (see losses.summarise)."""
     argmax_BT: Tensor | None = None
     """The target's argmax at each position, or None likewise."""
+    whole_count_S: Tensor | None = None
+    """Where these rows are part of a larger whole: how many labels each step has in all of it (`Head.count_labels`). Means are
+    then over those, so that the losses of the parts add up to that of the whole."""
 
 
 @dataclass
@@ -260,6 +263,16 @@ class Head(nn.Module):
     def draft_vocab(self) -> Tensor | None:
         """Target ids of the draft vocabulary, int64 [V], or None when the head speaks the target's vocabulary."""
         return None
+
+    def count_labels(self, supervised_BT: Tensor) -> Tensor:
+        """Return over how many labels each step's mean in `loss` goes, int64 [S]; steps beyond have none.
+
+        A family that trains on a sample of them draws the sample that `loss` would draw from the same state of torch's
+        generator.
+        """
+        from headway.heads.common.losses import count_labels
+
+        return count_labels(supervised_BT)
 
     def warm_start(self) -> None:
         """Initialise from the target's weights where that helps. Called once, before training from scratch."""

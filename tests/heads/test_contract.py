@@ -224,6 +224,38 @@ def test_masked_positions_give_zero_loss_and_gradient(head, target):
     assert alone.token_BT.shape[0] == 1
 
 
+def test_the_parts_of_a_batch_add_up_to_it(head, target):
+    """Rows with labels from their beginning on, so that the steps have different counts."""
+    whole = make_batch(target, head.config.taps, lengths=(24, 7), supervised_from=1)
+    rows = [pick(whole, b) for b in (0, 1)]
+
+    def loss_and_gradient(parts: list[Batch]) -> tuple[float, torch.Tensor]:
+        head.zero_grad()
+        losses = [head.loss(part).loss for part in parts]
+        torch.stack(losses).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
+        return float(torch.stack(losses).detach().sum()), gradient
+
+    want_loss, want = loss_and_gradient([whole])
+    count_S = head.count_labels(whole.supervised_BT)
+    reported_S = head.loss(whole).count_S
+    assert count_S[: len(reported_S)].tolist() == reported_S.tolist()
+    assert len(set(reported_S.tolist())) > 1 or len(reported_S) == 1
+    loss, got = loss_and_gradient([dataclasses.replace(row, whole_count_S=count_S) for row in rows])
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+    means = [loss_and_gradient([row]) for row in rows]  # the mean of their means is something else
+    assert sum(m[0] for m in means) / 2 != pytest.approx(want_loss, rel=1e-3)
+
+
+def pick(batch: Batch, b: int) -> Batch:
+    """Return one row of a batch, without its padding."""
+    size = int(batch.length_B[b])
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
+    cut = {k: v[b : b + 1] if v.ndim == 1 else v[b : b + 1, :size] for k, v in fields.items() if v is not None}
+    return Batch(**cut)
+
+
 @pytest.mark.parametrize("policy", [chain(3), BINARY, DynamicTree(3, 3, 8)], ids=["chain", "static", "dynamic"])
 def test_greedy_generation_equals_the_plain_loop(head, target, policy):
     settings = Settings(max_new_tokens=40, eos_ids=())

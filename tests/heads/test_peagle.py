@@ -29,7 +29,7 @@ def sampled(head, batch, seed):
     torch.manual_seed(seed)
     report = head.loss(batch)
     torch.manual_seed(seed)
-    sample = head.sample(batch)
+    sample = head.sample(batch.supervised_BT)
     head.eval()
     return report, sample
 
@@ -57,6 +57,18 @@ def test_the_sampled_loss_is_the_whole_loss_of_the_sampled_anchors(head, target)
         assert float(report.loss_S[d]) == pytest.approx(float(want), rel=1e-5)
         other = head.loss(dataclasses.replace(batch, supervised_BT=goals.roll(1, 1) & batch.supervised_BT)).loss_S[d]
         assert float(report.loss_S[d]) != pytest.approx(float(other), rel=1e-5)  # negative control: the anchors beside
+
+
+def test_labels_are_counted_over_the_sample_that_the_loss_draws(head, target):
+    batch = make_batch(target, head.config.taps, lengths=(24, 9), supervised_from=1)
+    report, _ = sampled(head, batch, seed=3)
+    counted = []
+    head.train()
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        counted.append(head.count_labels(batch.supervised_BT).tolist())
+    head.eval()
+    assert counted[0] == report.count_S.tolist() != counted[1]
 
 
 def test_a_sample_is_nested_and_shrinks_as_the_ratio_says(head, target):

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor
 
 from headway.data.dialogs import read_dialogs
 from headway.heads.common.checkpoint import load_head, read_config, save_head
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import Batch, families, find_family
+from headway.heads.common.protocol import Batch, LossReport, families, find_family
 from headway.inference.adapter import attach
 from headway.inference.generate import Request, generate
 from headway.inference.sampling import Settings
@@ -101,18 +102,23 @@ def new_head(family: str, on: Target) -> Any:
     return head.float()
 
 
+def stir(both: Joint) -> None:
+    """Make the adapter something, which it is not at first."""
+    with torch.no_grad():
+        for name, p in both.adapter.items():
+            p.add_(torch.randn_like(p) * 0.1 if "lora_B" in name else 0.0)
+
+
 @pytest.mark.parametrize("family", families())
 def test_gradients_reach_the_head_and_the_adapter_and_nothing_else(family: str, bare: Target, make: Any) -> None:
     try:
         both = Joint(make(joint={"weight": 1.0}), bare, new_head(family, bare))
         torch.manual_seed(2)  # some families draw what they are trained on
-        report = both(tokens())
+        report = LossReport(*both(tokens()))
         assert float(report.figures["target_kl"]) == 0  # it begins as nothing
         assert float(report.figures["target_top1"]) == 1
-        with torch.no_grad():
-            for name, p in both.adapter.items():
-                p.add_(torch.randn_like(p) * 0.1 if "lora_B" in name else 0.0)
-        report = both(tokens())
+        stir(both)
+        report = LossReport(*both(tokens()))
         assert float(report.figures["target_kl"]) > 0
         report.loss.backward()
         missing = [n for n, p in both.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
@@ -133,8 +139,62 @@ def test_no_gradient_goes_through_what_the_head_is_taught(bare: Target, make: An
     try:
         both = Joint(make(joint={"weight": 0.0}), bare, head)
         head.loss = lambda batch: loss(replace(batch, tap_BTF=batch.tap_BTF.detach()))
-        both(tokens()).loss.backward()
+        both(tokens())[0].backward()
         assert all(p.grad is None or not p.grad.any() for p in both.adapter.values())
+    finally:
+        take_off(bare)
+
+
+def test_the_parts_of_a_batch_add_up_to_it(bare: Target, make: Any) -> None:
+    whole = tokens()
+    whole = replace(whole, length_B=torch.tensor([12, 5]), supervised_BT=torch.arange(12) < whole.length_B[:, None])
+    whole.supervised_BT[1, 5:] = False
+    parts = [
+        Batch(
+            *(getattr(whole, name)[b : b + 1] for name in ("token_BT", "length_B", "supervised_BT")),
+            torch.empty(0),
+            torch.empty(0),
+        )
+        for b in (0, 1)
+    ]
+    try:
+        both = Joint(make(joint={"weight": 50.0}), bare, new_head("medusa", bare))
+        torch.manual_seed(2)
+        stir(both)
+
+        def loss_and_gradient(batches: list[Batch]) -> tuple[float, Tensor]:
+            both.zero_grad()
+            total = torch.stack([both(batch)[0] for batch in batches]).sum()
+            total.backward()
+            return float(total.detach()), torch.cat([p.grad.flatten() for p in both.adapter.values() if p.grad is not None])
+
+        want_loss, want = loss_and_gradient([whole])
+        count_S = both.head.count_labels(whole.supervised_BT)
+        loss, got = loss_and_gradient([replace(part, whole_count_S=count_S) for part in parts])
+        assert loss == pytest.approx(want_loss, rel=1e-5)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-3)
+        assert loss_and_gradient(parts)[0] / 2 != pytest.approx(want_loss, rel=1e-2)  # the mean of their means
+    finally:
+        take_off(bare)
+
+
+def test_the_adapter_s_dropout_leaves_the_head_the_draws_that_were_counted(bare: Target, make: Any) -> None:
+    # P-EAGLE trains on a sample of the labels, and labels are counted without a pass of the target.
+    batch = tokens()
+    batch.supervised_BT[0, :7], batch.supervised_BT[1, :3] = False, False
+    try:
+        both = Joint(make(joint={"dropout": 0.5}), bare, new_head("peagle", bare)).train()
+        apart = 0
+        for seed in range(8):
+            torch.manual_seed(seed)
+            count_S = both.head.count_labels(batch.supervised_BT)
+            reported = []
+            for whole_S in (count_S, None):  # without it nothing was counted, and draws go on from one to the next
+                torch.manual_seed(seed)
+                reported.append(LossReport(*both(replace(batch, whole_count_S=whole_S))).count_S.tolist())
+            assert reported[0] == count_S.tolist()
+            apart += reported[1] != reported[0]
+        assert apart
     finally:
         take_off(bare)
 
@@ -275,6 +335,7 @@ def test_progress_says_how_far_the_target_is() -> None:
         ({"cache": "disk"}, "cache is 'disk'"),
         ({"store": "int8"}, "store is 'int8'"),
         ({"target_device": "cpu"}, "target_device is 'cpu'"),
+        ({"shard_target": True}, "shard_target is True: .* which one process then holds whole"),
         ({"target_adapter": "x"}, "target_adapter is 'x': .* merge_and_unload"),
         ({"lora": {}, "init_from": "x"}, "lora is .* leave one out"),
         ({"dtype": "float16"}, "dtype is 'float16': gradients overflow"),
@@ -309,6 +370,9 @@ def test_targets_that_cannot_be_trained_are_refused(
         train(config, target=bare)
     with pytest.raises(HeadwayError, match="trains in one process, 2 were launched"):
         check_joint(config, SimpleNamespace(num_processes=2), bare)  # type: ignore[arg-type]
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        with pytest.raises(HeadwayError, match=f"trains in one process, not on {kind.value}"):
+            check_joint(config, SimpleNamespace(num_processes=1, distributed_type=kind), bare)  # type: ignore[arg-type]
     assert not Path(config.out).exists()
 
 

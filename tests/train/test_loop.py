@@ -298,8 +298,8 @@ def test_places_that_cannot_be_read_or_written_are_refused_first(recipe: Make, t
             train(recipe(**changes))  # no target: it is not loaded
 
 
-def test_a_run_goes_on_with_its_dtype_and_its_number_of_processes(
-    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_goes_on_with_its_dtype_and_its_batches(
+    recipe: Make, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_target(tiny, tmp_path / "tiny")
     config = recipe(dtype="auto", target=str(tmp_path / "tiny"))
@@ -314,11 +314,14 @@ def test_a_run_goes_on_with_its_dtype_and_its_number_of_processes(
     train(config)
     assert read_config(config.out + "/head")["dtype"] == "float32"
     run = json.loads((Path(config.out) / "run.json").read_text())
-    assert (run["dtype"], run["processes"]) == ("float32", 1)
-    (Path(config.out) / "run.json").write_text(json.dumps(run | {"processes": 2}))
+    assert (run["dtype"], run["batches_per_step"]) == ("float32", 1)
+    before = {**run, "processes": 2}  # as it was written before it said how many batches a step has
+    del before["batches_per_step"]
+    (Path(config.out) / "run.json").write_text(json.dumps(before))
     shutil.rmtree(Path(config.out) / "head")
-    with pytest.raises(HeadwayError, match="a run of 2 processes, this is one of 1"):
-        train(config, target=tiny)
+    capsys.readouterr()
+    train(config)
+    assert "2 batches a step on 1 process" in capsys.readouterr().err
 
 
 def test_a_folder_of_something_else_is_left_alone(recipe: Make, tiny: Target, tmp_path: Path) -> None:
