@@ -166,7 +166,9 @@ def test_the_parts_of_a_batch_add_up_to_it(bare: Target, make: Any) -> None:
             both.zero_grad()
             total = torch.stack([both(batch)[0] for batch in batches]).sum()
             total.backward()
-            return float(total.detach()), torch.cat([p.grad.flatten() for p in both.adapter.values() if p.grad is not None])
+            return float(total.detach()), torch.cat(
+                [p.grad.flatten() for p in both.adapter.values() if p.grad is not None]
+            )
 
         want_loss, want = loss_and_gradient([whole])
         count_S = both.head.count_labels(whole.supervised_BT)
