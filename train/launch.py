@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
+from torch.distributed import PrefixStore, TCPStore, init_process_group
 
 from headway.heads.common.errors import HeadwayError
 
@@ -32,6 +33,7 @@ def launch(config: TrainConfig) -> Accelerator:
     # Without a GPU processes find each other only where accelerate is told to stay on the CPU; and DeepSpeed only where not.
     on_cpu = no_gpu and asked is None
     handlers: list[Any] = [InitProcessGroupKwargs(backend="gloo")] if no_gpu and not on_cpu else []
+    _meet_again(world_size)
     accelerator = Accelerator(
         cpu=on_cpu, log_with=trackers, project_dir=config.out if trackers else None, kwargs_handlers=handlers
     )
@@ -42,6 +44,21 @@ def launch(config: TrainConfig) -> Accelerator:
         )
     _check(accelerator, asked)
     return accelerator
+
+
+def _meet_again(world_size: int) -> None:
+    """Make the process group of processes that torch's agent has started again.
+
+    The agent keeps one store over all restarts, where the dead have left the addresses at which they listened; without a name of
+    its own each restart would try to reach those.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if world_size == 1 or restarts == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size, is_master=False)
+    init_process_group(
+        store=PrefixStore(f"restart {restarts}", store), rank=int(os.environ["RANK"]), world_size=world_size
+    )
 
 
 def _check(accelerator: Accelerator, asked: DistributedType | None) -> None:
