@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -447,17 +448,10 @@ class _Batch:
         """Return how many tokens all prompts share with the one prefilled last: a chat template's system turn, often."""
         if self.prefilled is None:
             return 0
-        shared = len(requests[0].prompt_ids) - 1  # the last token must run, for its logits
-        for request in requests:
-            # As far as the shorter of the two goes: what they share cannot be longer.
-            pairs = zip(request.prompt_ids[:shared], self.prefilled[0], strict=False)
-            same = 0
-            for ours, theirs in pairs:
-                if ours != theirs:
-                    break
-                same += 1
-            shared = min(shared, same)
-        return shared
+        shared = commonprefix([self.prefilled[0], *(request.prompt_ids for request in requests)])
+        return min(
+            len(shared), len(requests[0].prompt_ids) - 1
+        )  # the shortest one's last token must run, for its logits
 
     def _join(self, rows: list[_Row], cache: SlotCache, kept: list[int]) -> None:
         if self.cache is None:

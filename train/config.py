@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -23,39 +23,51 @@ from headway.train.batches import Supervise
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraFields:
-    """Keys of `lora` in a recipe."""
+class AnyLoraFields:
+    """Keys that every LoRA of a recipe has, under the section `SECTION`."""
 
-    rank: int = 16
-    alpha: float = 32.0
+    SECTION: ClassVar[str]
+
+    rank: int
+    alpha: float
     """The LoRA is added times alpha / rank."""
     dropout: float = 0.0
     """Share of a LoRA's inputs that are zeroed in training."""
     modules: tuple[str, ...] = ()
-    """Linear layers by the ends of their names, such as q_proj; not given, all but LM heads, which the loss reads whole."""
-    keep: bool = False
-    """Save it beside the weights of the head that it was trained on, in PEFT's layout; else it is added to them."""
+    """Linear layers by the ends of their names, such as q_proj; not given, all that the section allows."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise HeadwayError(f"lora.rank is {self.rank}; give 1 or more")
-        if not 0 < self.alpha < math.inf:
-            raise HeadwayError(f"lora.alpha is {self.alpha}; give a finite number above 0")
+            raise HeadwayError(f"{self.SECTION}.rank is {self.rank}; give 1 or more")
         if not 0 <= self.dropout < 1:
-            raise HeadwayError(f"lora.dropout is {self.dropout}; give a number from 0 to below 1")
+            raise HeadwayError(f"{self.SECTION}.dropout is {self.dropout}; give a number from 0 to below 1")
+        self._above_zero("alpha")
+
+    def _above_zero(self, name: str) -> None:
+        if not 0 < getattr(self, name) < math.inf:
+            raise HeadwayError(f"{self.SECTION}.{name} is {getattr(self, name)}; give a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointFields:
-    """Keys of `joint` in a recipe."""
+class LoraFields(AnyLoraFields):
+    """Keys of `lora` in a recipe: on the head, by default on all linear layers but LM heads, which the loss reads whole."""
+
+    SECTION = "lora"
+
+    rank: int = 16
+    alpha: float = 32.0
+    keep: bool = False
+    """Save it beside the weights of the head that it was trained on, in PEFT's layout; else it is added to them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointFields(AnyLoraFields):
+    """Keys of `joint` in a recipe: on the target, by default on all linear layers of its decoder layers."""
+
+    SECTION = "joint"
 
     rank: int = 32
     alpha: float = 64.0
-    """The LoRA is added times alpha / rank."""
-    dropout: float = 0.0
-    """Share of the LoRA's inputs that are zeroed in training."""
-    modules: tuple[str, ...] = ()
-    """Linear layers of the target's decoder layers by the ends of their names, such as q_proj; not given, all of them."""
     weight: float = 5.0
     """Of the KL divergence from the unchanged target, beside the head's loss. Medusa-2 weighs heads 0.2 of it."""
     warmup: float = 0.1
@@ -64,13 +76,8 @@ class JointFields:
     """The LoRA's learning rate as a share of the head's. Medusa-2's heads learn four times as fast as what is below them."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise HeadwayError(f"joint.rank is {self.rank}; give 1 or more")
-        if not 0 <= self.dropout < 1:
-            raise HeadwayError(f"joint.dropout is {self.dropout}; give a number from 0 to below 1")
-        for name in ("alpha", "lr_scale"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise HeadwayError(f"joint.{name} is {getattr(self, name)}; give a finite number above 0")
+        super().__post_init__()
+        self._above_zero("lr_scale")
         for name in ("weight", "warmup"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise HeadwayError(f"joint.{name} is {getattr(self, name)}; give a finite number of 0 or more")
@@ -331,11 +338,10 @@ def make_config(fields: Mapping[str, Any], overrides: Sequence[str] = ()) -> Tra
             raise HeadwayError(f"the recipe lacks {name!r}; add `{name}: ...` to it or {name}=... to the command")
     config_class, _ = find_family(checked["family"])
     checked["head"] = check_fields(config_class, checked.get("head", {}), prefix="head.")
-    for key, fields_class in (("lora", LoraFields), ("joint", JointFields)):
+    for section in (LoraFields, JointFields):
+        key = section.SECTION
         if checked.get(key) is not None:
-            checked[key] = dataclasses.asdict(
-                fields_class(**check_fields(fields_class, checked[key], prefix=f"{key}."))
-            )
+            checked[key] = dataclasses.asdict(section(**check_fields(section, checked[key], prefix=f"{key}.")))
     return TrainConfig(**checked)
 
 

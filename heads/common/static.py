@@ -39,9 +39,8 @@ def row_bucket(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def seen_bucket(count: int) -> int:
-    """Return the size that many uncommitted tokens are padded to: the next power of two."""
-    return 1 << max(0, count - 1).bit_length()
+seen_bucket = row_bucket
+"""Of uncommitted tokens."""
 
 
 class Drafts(Protocol):

@@ -12,6 +12,7 @@ from headway.data.dialogs import Dialog, DialogWriter
 from headway.inference.target import Target
 from headway.train.config import TrainConfig, make_config
 from tests.tiny import build, target
+from tests.train.runs import SHORT
 
 NUM_DIALOGS = 16
 
@@ -41,22 +42,7 @@ def recipe(tmp_path: Path, dialogs: Path) -> Callable[..., TrainConfig]:
     """Return a function that makes a config for a short Medusa run, with changes."""
 
     def make(**changes: Any) -> TrainConfig:
-        fields = {
-            "family": "medusa",
-            "target": "tiny",
-            "dialogs": str(dialogs),
-            "out": str(tmp_path / "run"),
-            "head": {"num_heads": 2, "draft_vocab_size": 64},
-            "max_steps": 6,
-            "tokens_per_batch": 48,
-            "eval_rows": 3,
-            "eval_fraction": 0.2,
-            "eval_prompts": 2,
-            "eval_tokens": 8,
-            "save_every": 2,
-            "log_every": 1,
-            "lr": 0.01,
-        }
+        fields = {**SHORT, "dialogs": str(dialogs), "out": str(tmp_path / "run")}
         return make_config(fields | changes)
 
     return make

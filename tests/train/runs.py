@@ -14,7 +14,24 @@ import torch
 from safetensors.torch import load_file
 
 from headway.heads.common.protocol import Batch, Head, LossReport
+from headway.train import loop
 from headway.train.config import TrainConfig
+
+SHORT: dict[str, Any] = {
+    "family": "medusa",
+    "target": "tiny",
+    "head": {"num_heads": 2, "draft_vocab_size": 64},
+    "max_steps": 6,
+    "tokens_per_batch": 48,
+    "eval_rows": 3,
+    "eval_fraction": 0.2,
+    "eval_prompts": 2,
+    "eval_tokens": 8,
+    "save_every": 2,
+    "log_every": 1,
+    "lr": 0.01,
+}
+"""A recipe of a short Medusa run, but for dialogs and out."""
 
 
 def weights(config: TrainConfig, file: str = "head/model.safetensors") -> dict[str, torch.Tensor]:
@@ -43,3 +60,19 @@ def interrupted_in_step(number: int, head: type[Head]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(head, "loss", loss)
         yield
+
+
+@contextmanager
+def killed_after_step(number: int) -> Iterator[None]:
+    """Inside, training dies of an error after step `number`; on leaving it has to have died."""
+    real = loop.accumulate
+
+    def accumulate(run: Any, order: Any) -> Any:
+        if run.progress.step == number:
+            raise RuntimeError("killed")
+        return real(run, order)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "accumulate", accumulate)
+        with pytest.raises(RuntimeError, match="killed"):
+            yield

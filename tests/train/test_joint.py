@@ -32,7 +32,7 @@ from headway.train.progress import Line
 from headway.train.run_folder import Progress
 from tests.tiny import build, target
 from tests.train.conftest import write_dialogs
-from tests.train.runs import log_of, same, weights
+from tests.train.runs import killed_after_step, log_of, same, weights
 
 peft = pytest.importorskip("peft")
 
@@ -296,17 +296,8 @@ def test_a_run_that_was_killed_is_continued_to_the_same_weights(
     fields: dict[str, Any] = {"joint": {"dropout": 0.3}, "max_steps": 6, "ema": 0.9}
     whole, cut = make("whole", **fields), make("cut", **fields)
     train(whole, target=bare)
-    accumulate = loop.accumulate
-
-    def stops(run: Any, order: Any) -> Any:
-        if run.progress.step == 5:
-            raise RuntimeError("killed")
-        return accumulate(run, order)
-
-    monkeypatch.setattr(loop, "accumulate", stops)
-    with pytest.raises(RuntimeError, match="killed"):
+    with killed_after_step(5):
         train(cut, target=bare)
-    monkeypatch.setattr(loop, "accumulate", accumulate)
 
     def dies(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("killed between the adapter and the head")

@@ -21,7 +21,7 @@ from headway.train.loop import train
 from headway.train.run_folder import RunFolder
 from tests.kills import Moment, killed, needs_fork
 from tests.train.conftest import write_dialogs
-from tests.train.runs import log_of, same, weights
+from tests.train.runs import SHORT, log_of, same, weights
 
 MOMENTS = [
     Moment("as the run folder is made", Path, "replace", of="run.json"),
@@ -45,26 +45,8 @@ MOMENTS = [
 
 
 def recipe_of(folder: Path, dialogs: Path) -> TrainConfig:
-    fields: dict[str, Any] = {
-        "family": "medusa",
-        "target": "tiny",
-        "dialogs": str(dialogs),
-        "out": str(folder / "run"),
-        "head": {"num_heads": 2, "draft_vocab_size": 64},
-        "tokens_per_batch": 48,
-        "eval_rows": 3,
-        "eval_fraction": 0.2,
-        "eval_prompts": 2,
-        "eval_tokens": 8,
-        "log_every": 1,
-        "lr": 0.01,
-        "cache": "disk",
-        "eval_every": 3,
-        "save_every": 2,
-        "max_steps": 6,
-        "ema": 0.9,
-    }
-    return make_config(fields)
+    kept = {"cache": "disk", "eval_every": 3, "ema": 0.9}
+    return make_config({**SHORT, **kept, "dialogs": str(dialogs), "out": str(folder / "run")})
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from headway.train.config import make_config
 from headway.train.loop import train
 from headway.train.lora import add_lora, plain_state
 from tests.tiny import build, target
+from tests.train.runs import killed_after_step
 
 peft = pytest.importorskip("peft")
 
@@ -116,23 +117,12 @@ def test_a_lora_saved_merged_is_that_kept_and_peft_reads_it(
 
 
 def test_a_run_with_a_lora_is_continued_to_the_same_weights(
-    recipe: Any, base: Path, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Any, base: Path, tiny: Target, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {"head": {}, "init_from": str(base), "lora": FIELDS | {"dropout": 0.3}, "eval_prompts": 0}
     train(recipe(**fields, out=str(tmp_path / "whole")), target=tiny)
-    from headway.train import loop
-
-    step = loop.accumulate
-
-    def stops(run: Any, order: Any) -> Any:
-        if run.progress.step == 3:
-            raise RuntimeError("killed")
-        return step(run, order)
-
-    monkeypatch.setattr(loop, "accumulate", stops)
-    with pytest.raises(RuntimeError, match="killed"):
+    with killed_after_step(3):
         train(recipe(**fields, out=str(tmp_path / "cut")), target=tiny)
-    monkeypatch.setattr(loop, "accumulate", step)
     train(recipe(**fields, out=str(tmp_path / "cut")), target=tiny)
     whole, cut = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
