@@ -24,7 +24,7 @@ from headway.data.prompts import Message, Row
 from headway.data.recorded import FeatureWriter, Recorded
 from headway.data.sources import RowError
 from headway.data.turns import History, TemperatureMix, Turn, all_turns, turns_json
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.protocol import Tap, TargetInfo
 from headway.inference.generate import Request, Result, generate
 from headway.inference.sampling import Settings
@@ -59,7 +59,7 @@ def distill(
     whose answers stand before a later turn; `mix` gives each row a temperature in place of that of `settings`.
 
     Raises HeadwayError when the folder was made from another target, settings or prompts, naming the difference; and for
-    `record` on a target in plain mode, whose own forward shows no taps.
+    `record` on a target in plain mode, whose own forward shows no taps. Interrupted after Ctrl-C.
     """
     if record and target.mode == "plain":
         raise HeadwayError(
@@ -93,10 +93,8 @@ def distill(
                     progress.add(items=1)
         except KeyboardInterrupt:
             writer.close()
-            progress.close(
-                f"interrupted: {writer.counts['dialogs']} dialogs are safe in {out}; run it again to continue"
-            )
-            raise
+            safe = writer.counts["dialogs"]
+            raise Interrupted(f"interrupted: {safe} dialogs are safe in {out}; run it again to continue") from None
         settle(writer, turns)
         progress.close(summary(writer))
     if record and show:

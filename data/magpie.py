@@ -16,7 +16,7 @@ from headway.data.chat import UserTurn, use_template, user_prefix
 from headway.data.jsonl import AppendLog
 from headway.data.manifest import FORMAT, digest, read_json, require_same, settings_json, write_json
 from headway.data.progress import Progress
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.inference.generate import Request, Result, generate
 from headway.inference.sampling import Settings
 from headway.inference.target import Target
@@ -44,7 +44,7 @@ def write_prompts(
     Empty, duplicate (same words) and runaway (never ended) draws are rejected into `out`'s .rejected.jsonl neighbour.
     A file begun with the same target, settings and openers is continued. No draw is begun after `seconds`.
 
-    Raises HeadwayError when `out` was made by anything else, or when nearly all draws are rejected.
+    Raises HeadwayError when `out` was made by anything else, or when nearly all draws are rejected; Interrupted after Ctrl-C.
     """
     assert target.tokenizer is not None, "writing prompts needs the target's tokenizer"
     use_template(target.tokenizer)
@@ -72,8 +72,8 @@ def write_prompts(
             draws.check_hope()
         progress.close(f"{out}: {_spelled(draws.counts)}")
     except KeyboardInterrupt:
-        progress.close(f"interrupted: {draws.counts['kept']} prompts are safe in {out}; run it again to continue")
-        raise
+        kept_so_far = draws.counts["kept"]
+        raise Interrupted(f"interrupted: {kept_so_far} prompts are safe in {out}; run it again to continue") from None
     finally:
         kept.close()
         rejected.close()

@@ -37,7 +37,7 @@ from headway.data.prompts import Message, Row
 from headway.data.reply import dialog_ids, read_reply, wire
 from headway.data.sources import RowError
 from headway.data.turns import History, TemperatureMix, Turn, all_turns, turns_json
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.protocol import TargetInfo
 from headway.inference.sampling import Settings
 from headway.inference.target import usable_positions
@@ -234,10 +234,8 @@ async def _distill(
             try:
                 await run.pool.run(run.jobs(), run.ask)
             except (KeyboardInterrupt, asyncio.CancelledError):
-                run.progress.close(
-                    f"interrupted: {writer.counts['dialogs']} dialogs are safe in {out}; run it again to continue"
-                )
-                raise
+                safe = writer.counts["dialogs"]
+                raise Interrupted(f"interrupted: {safe} dialogs are safe in {out}; run it again to continue") from None
             finally:
                 writer.record(failures=dict(sorted((before + run.pool.failures).items())))
             settle(writer, turns)

@@ -12,7 +12,7 @@ import headway.data.magpie
 from headway.data.magpie import write_prompts
 from headway.data.manifest import read_json
 from headway.data.prompts import read_rows
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.inference.generate import Request
 from headway.inference.sampling import Settings
 
@@ -55,7 +55,7 @@ def test_interrupted_writing_continues_to_the_same_prompts(
     use(monkeypatch, Script(by_draw))
     write_prompts(tiny_target(), tmp_path / "whole.jsonl", 6, batch_size=3, show=False)
     script = use(monkeypatch, Script(by_draw, interrupt_after=after))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted, match="prompts are safe"):
         write_prompts(tiny_target(), tmp_path / "p.jsonl", 6, batch_size=3, show=False)
     script.interrupt_after = None
     write_prompts(tiny_target(), tmp_path / "p.jsonl", 3, batch_size=3, show=False)

@@ -24,7 +24,7 @@ from headway.data.prompts import Row
 from headway.data.reply import CHANGED, NO_END, NO_IDS, dialog_ids, read_reply
 from headway.data.served import ServedReport, Servers, api_key, distill_served
 from headway.data.turns import TemperatureMix
-from headway.heads.common.errors import HeadwayError
+from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.protocol import TargetInfo
 from headway.inference.sampling import Settings
 
@@ -427,7 +427,7 @@ def test_a_breaker_lets_one_try_after_each_cool_down() -> None:
     assert breaker.delay() == 5
 
 
-def test_an_interrupted_run_says_what_is_safe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_says_what_is_safe(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts with &
 
     def script(body: Body, attempt: int) -> str:
@@ -438,11 +438,10 @@ def test_an_interrupted_run_says_what_is_safe(tmp_path: Path, capsys: pytest.Cap
 
     with FakeServer(script) as fake:
         try:
-            with pytest.raises(KeyboardInterrupt):
-                run(fake, ask(*map(str, range(8))), tmp_path, concurrency=1, timeout=5.0, show=True)
+            with pytest.raises(Interrupted, match="3 dialogs are safe"):
+                run(fake, ask(*map(str, range(8))), tmp_path, concurrency=1, timeout=5.0)
         finally:
             signal.signal(signal.SIGINT, before)
-        assert "3 dialogs are safe" in capsys.readouterr().err
         fake.script = lambda body, attempt: ""
         assert run(fake, ask(*map(str, range(8))), tmp_path).counts["dialogs"] == 8
 
