@@ -78,7 +78,8 @@ class Compiled:
                 _set_draws(self._device, draws)
                 out = self._run(function, head, *arguments)
         except Exception as e:  # noqa: BLE001 - any failure of the compiler means the lesser mode, named
-            out = self._stop(reason_of(e), draws, function, head, *arguments)
+            reason = str(e) if isinstance(e, HeadwayError) else reason_of(e)
+            out = self._stop(reason, draws, function, head, *arguments)
         if self.num_graphs > before or self.reason:
             self._count(perf_counter() - begin, arguments)
         return out
@@ -94,7 +95,9 @@ class Compiled:
     def _run(self, function: Pass, head: Head, *arguments: Any) -> list[Tensor]:
         if function not in self._made:
             # Several functions of a head, or a head after another, would share what torch keeps of one code object.
-            self._made[function] = torch.compile(twin_of(function, "compiled"), fullgraph=True, dynamic=True, backend=self._make)
+            self._made[function] = torch.compile(
+                twin_of(function, "compiled"), fullgraph=True, dynamic=True, backend=self._make
+            )
         with self._settings():
             return self._made[function](head, *arguments)
 
@@ -152,7 +155,9 @@ class Compiled:
         if self.reason:
             return
         rows, positions = next(a for a in arguments if isinstance(a, Tensor)).shape[:2]
-        say(f"compiled {self.name}, graph {self.num_graphs}, for {rows} rows of {positions} positions, in {seconds:.0f} s")
+        say(
+            f"compiled {self.name}, graph {self.num_graphs}, for {rows} rows of {positions} positions, in {seconds:.0f} s"
+        )
         if self.num_graphs >= MOST and not self._full:
             self._full = True
             say(f"{self.name} has {MOST} graphs; batches that fit none of them run as they are from here on")

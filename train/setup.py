@@ -152,8 +152,7 @@ def prepare(
         folder.hold()
     accelerator.wait_for_everyone()
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
-    if config.compile:
-        head.compiled = Compiled(config.family, device, rough=autocast)
+    head.compiled = Compiled(config.family, device, rough=autocast) if config.compile else None
     joint = None if config.joint is None else Joint(config, target, head, autocast=autocast)
     weights = head if joint is None else joint
     optimizer: Any = make_optimizer(config, head, () if joint is None else list(joint.adapter.parameters()))
@@ -185,7 +184,6 @@ def prepare(
         if manifest.get("target", target.info.name) != target.info.name:
             say(f"the dialogs were written by {manifest['target']}, the head is trained for {target.info.name}")
         said += [] if joint is None else [joint.spell()]
-        said += [SAID] if config.compile else []
         say_plan(head, rows, train, said, total_steps, progress)
         say_spread(batches_per_step, accelerator, config)
     begin_tracking(config, accelerator, continued=progress.step > 0)
@@ -375,7 +373,7 @@ def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_ste
         counts = count_tokens(rows.train, head.frozen.info.vocab_size)
         covered = float(counts[vocab.cpu()].sum() / counts.sum().clamp_min(1))
         say(f"draft vocabulary of {vocab.numel()} words covers {covered:.1%} of the supervised tokens")
-    for line in said:
+    for line in [*said, *([] if head.compiled is None else [SAID])]:
         say(line)
     say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
 
