@@ -3,8 +3,9 @@
 Batches differ in rows and positions, so one compiled graph takes them all, but for the few cases that torch makes one of their
 own for: a single row, say. The LM head and the loss stay outside, where nothing of the size of all logits is kept.
 
-What each new graph gives is compared with the plain pass, outputs and gradients; where it differs, or cannot be made, the pass
-runs plainly from there on, which is said by name. The clock of the run stands still meanwhile.
+What each new graph gives is compared with the plain pass, outputs and gradients; where it differs, cannot be made, or fails
+later, the pass runs plainly from there on, which is said by name. The clock of the run stands still while something is compiled
+or compared.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
@@ -27,6 +29,8 @@ from headway.train.progress import say
 
 MOST = 12
 """Graphs that are made; batches that fit none of them then run plainly."""
+CHECKS = 2
+"""Batches that are compared after each new graph: the second has other sizes, mostly."""
 ALLOWED, ALLOWED_ROUGH = 1e-3, 0.05
 """Difference from the plain pass that is taken for rounding, as a share of the norm; the second with bfloat16 products."""
 SHARE = 0.01
@@ -60,29 +64,53 @@ class Compiled:
         """Spent on compiling and comparing, by this process."""
         self.reason = ""
         """Why the pass is not compiled any more; else empty."""
-        self._device, self._backend = device, backend
+        self.device, self._backend = device, backend
         self._allowed = ALLOWED_ROUGH if rough else ALLOWED
         self._made: dict[Any, Pass] = {}
+        self._unchecked = 0
         self._full = False
 
     def __call__(self, function: Pass, head: Head, *arguments: Any) -> list[Tensor]:
         """Return `function(head, *arguments)`."""
         if self.reason:
             return function(head, *arguments)
-        before, begin, draws = self.num_graphs, perf_counter(), _draws(self._device)
+        before, begin, draws = self.num_graphs, perf_counter(), _draws(self.device)
+        inputs = _trained(head, arguments)
+        compared = False
         try:
             if before:
-                out = self._run(function, head, *arguments)
+                out = _Backward.apply(self, function, head, arguments, *inputs)
             if self.num_graphs > before or not before:
+                self._unchecked = CHECKS
+            compared = self._unchecked > 0
+            if compared:
                 self._compare(function, head, arguments, draws)
-                _set_draws(self._device, draws)
-                out = self._run(function, head, *arguments)
+                self._unchecked -= 1
+                _set_draws(self.device, draws)
+                out = _Backward.apply(self, function, head, arguments, *inputs)
         except Exception as e:  # noqa: BLE001 - any failure of the compiler means the lesser mode, named
-            reason = str(e) if isinstance(e, HeadwayError) else reason_of(e)
-            out = self._stop(reason, draws, function, head, *arguments)
-        if self.num_graphs > before or self.reason:
-            self._count(perf_counter() - begin, arguments)
-        return out
+            self.stop(str(e) if isinstance(e, HeadwayError) else reason_of(e))
+            _set_draws(self.device, draws)
+            out = function(head, *arguments)
+        if compared or self.reason:
+            self._count(perf_counter() - begin, self.num_graphs > before, arguments)
+        return list(out)
+
+    def run(self, function: Pass, head: Head, *arguments: Any) -> list[Tensor]:
+        """Return what the compiled function does; it is made where none fits."""
+        if function not in self._made:
+            # Several functions of a head, or a head after another, would share what torch keeps of one code object.
+            self._made[function] = torch.compile(
+                twin_of(function, "compiled"), fullgraph=True, dynamic=True, backend=self._make
+            )
+        with self._settings():
+            return self._made[function](head, *arguments)
+
+    def stop(self, reason: str) -> None:
+        """Compile nothing from here on, and say so."""
+        self.reason = reason
+        self._made.clear()
+        say(f"{self.name} is not compiled and runs as it is: {reason}")
 
     def figures(self) -> dict[str, Any]:
         """Return what belongs in the figures of a run: whether its pass was compiled, else why not; graphs, and seconds."""
@@ -92,16 +120,7 @@ class Compiled:
             "compile_seconds": round(self.seconds, 1),
         }
 
-    def _run(self, function: Pass, head: Head, *arguments: Any) -> list[Tensor]:
-        if function not in self._made:
-            # Several functions of a head, or a head after another, would share what torch keeps of one code object.
-            self._made[function] = torch.compile(
-                twin_of(function, "compiled"), fullgraph=True, dynamic=True, backend=self._make
-            )
-        with self._settings():
-            return self._made[function](head, *arguments)
-
-    def _make(self, graph: Any, inputs: Sequence[Any]) -> Any:
+    def _make(self, graph: Any, inputs: list[Tensor]) -> Any:
         from torch._dynamo import lookup_backend
 
         self.num_graphs += 1
@@ -127,32 +146,24 @@ class Compiled:
     def _compare(self, function: Pass, head: Head, arguments: tuple[Any, ...], draws: Any) -> None:
         """Raise HeadwayError unless the compiled pass gives outputs and gradients of the plain one. The plain one comes first:
         it brings what it keeps to the device."""
-        given = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
-        inputs = [*given, *(p for p in head.parameters() if p.requires_grad)]
+        inputs = _trained(head, arguments)
         found = []
-        for run in (function, lambda *a: self._run(function, *a)):
-            _set_draws(self._device, draws)
+        for run in (function, lambda *a: self.run(function, *a)):
+            _set_draws(self.device, draws)
             outputs = run(head, *arguments)
-            trained = [out for out in outputs if out.requires_grad]  # with a LoRA some may not be
-            generator = torch.Generator(self._device).manual_seed(0)
-            along = [torch.randn(o.shape, dtype=o.dtype, device=o.device, generator=generator) for o in trained]
-            grads = torch.autograd.grad(trained, inputs, along, allow_unused=True)
+            generator = torch.Generator(self.device).manual_seed(0)
+            along = [torch.randn(o.shape, dtype=o.dtype, device=o.device, generator=generator) for o in outputs]
+            grads = _gradients(outputs, inputs, along)
             found.append([torch.cat([out.detach().flatten() for out in outputs]), *grads])
-        worst = difference(*found)
+        plain, compiled = found
+        worst = difference(compiled, plain)
         if not worst <= self._allowed:
             raise HeadwayError(f"it differs from the plain one by {worst:.2g}")
 
-    def _stop(self, reason: str, draws: Any, function: Pass, *arguments: Any) -> list[Tensor]:
-        self.reason = reason
-        self._made.clear()
-        _set_draws(self._device, draws)
-        say(f"{self.name} is not compiled and runs as it is: {reason}")
-        return function(*arguments)
-
-    def _count(self, seconds: float, arguments: tuple[Any, ...]) -> None:
+    def _count(self, seconds: float, is_new: bool, arguments: tuple[Any, ...]) -> None:
         self.seconds += seconds
         stop_clock(seconds)
-        if self.reason:
+        if self.reason or not is_new:
             return
         rows, positions = next(a for a in arguments if isinstance(a, Tensor)).shape[:2]
         say(
@@ -161,6 +172,55 @@ class Compiled:
         if self.num_graphs >= MOST and not self._full:
             self._full = True
             say(f"{self.name} has {MOST} graphs; batches that fit none of them run as they are from here on")
+
+
+class _Backward(torch.autograd.Function):
+    """A compiled pass whose backward, should it fail, is done by the plain pass: torch makes code for sizes that it did not see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, compiled: Compiled, function: Pass, head: Head, arguments: tuple[Any, ...], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        device = compiled.device
+        draws = _draws(device)
+        with torch.enable_grad():
+            outputs = compiled.run(function, head, *arguments)
+        ctx.autocast = torch.autocast(
+            device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        )
+        ctx.given, ctx.draws, ctx.outputs = (compiled, function, head, arguments, inputs), draws, outputs
+        return tuple(out.detach() for out in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *along: Tensor) -> tuple[Any, ...]:
+        compiled, function, head, arguments, inputs = ctx.given
+        outputs, ctx.outputs, ctx.given = ctx.outputs, None, None
+        try:
+            grads = _gradients(outputs, inputs, along)
+        except Exception as e:  # noqa: BLE001 - any failure of the compiler means the lesser mode, named
+            compiled.stop(reason_of(e))
+            now = _draws(compiled.device)
+            _set_draws(compiled.device, ctx.draws)
+            with torch.enable_grad(), ctx.autocast:
+                outputs = function(head, *arguments)
+            _set_draws(compiled.device, now)
+            grads = _gradients(outputs, inputs, along)
+        return (None, None, None, None, *grads)
+
+
+def _trained(head: Head, arguments: Sequence[Any]) -> list[Tensor]:
+    """Return what a pass may have gradients of."""
+    given = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+    return [*given, *(p for p in head.parameters() if p.requires_grad)]
+
+
+def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], along: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    pairs = [
+        (out, a) for out, a in zip(outputs, along, strict=True) if out.requires_grad
+    ]  # with a LoRA some may not be
+    found, directions = zip(*pairs, strict=True)
+    return torch.autograd.grad(found, inputs, directions, allow_unused=True)
 
 
 def difference(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> float:

@@ -234,6 +234,36 @@ def test_a_pass_that_cannot_be_compiled_says_so_and_trains(
         assert same(weights(config), weights(plain))
 
 
+def test_a_backward_that_fails_for_other_sizes_is_done_plainly(
+    tiny: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = set()
+
+    class Fragile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            sizes.add(grad.shape)
+            assert len(sizes) <= 2, "sizes never seen"
+            return grad
+
+    def fragile(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return lambda *given: tuple(Fragile.apply(out) for out in graph.forward(*given))
+
+    head = small("medusa", tiny, num_heads=1).train()
+    some = [batch_of(head, tiny, lengths, 6) for lengths in ((24, 17), (20, 17), (20, 17), (18, 12), (9, 9))]
+    want = [loss_and_gradients(head, batch) for batch in some]
+    head.compiled = compiled = Compiled("medusa", PLAIN, backend=fragile)
+    for n, (batch, wanted) in enumerate(zip(some, want, strict=True)):
+        torch.testing.assert_close(loss_and_gradients(head, batch), wanted)
+        assert bool(compiled.reason) == (n >= 3)
+    assert compiled.reason == "AssertionError: sizes never seen"
+    assert capsys.readouterr().err.count("is not compiled and runs as it is") == 1
+
+
 def test_batches_beyond_the_last_graph_run_plainly(
     tiny: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
