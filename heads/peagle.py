@@ -245,7 +245,10 @@ class Head(MapsHead):
             assert isinstance(layer, DraftLayer)
             q, k, v = layer.project((embed, hidden) if i == 0 else (hidden,), *rotary)
             q_K, k_K, v_K = (x.split(sizes, dim=2) for x in (q, *layer.per_query_head(k, v)))
-            attended = [F.scaled_dot_product_attention(q_K[0], k_K[0], v_K[0], is_causal=True)]
+            whole = (q_K[0], k_K[0], v_K[0])
+            if torch.compiler.is_compiling():  # of views of more positions inductor takes the layout for a constant
+                whole = tuple(x.contiguous() for x in whole)  # type: ignore[assignment]
+            attended = [F.scaled_dot_product_attention(*whole, is_causal=True)]
             for d in range(1, len(anchor_K)):
                 n = sizes[d]
                 own = [(k_K[e][:, :, :n], v_K[e][:, :, :n]) for e in range(1, d + 1)]
