@@ -13,6 +13,8 @@ each trainer reads off the device for its log. Making batches is not. Linux.
 What is a peer's own is left as it is: draft model, loss, gradient clip, optimizer, and what it compiles. On a CPU neither has
 its Triton loss; speculators has an eager one to choose, and of SpecForge the reference beside its kernel stands in. speculators
 packs the rows of a batch one after another, the others pad them. Its LM head is frozen; `speculators+head` trains it too.
+
+`--only headway "headway compiled"` measures the recipe key `compile` instead.
 """
 
 from __future__ import annotations
@@ -64,10 +66,11 @@ class Contest:
         return t2d, self.vocab - torch.arange(len(self.vocab))
 
 
-def headway(contest: Contest) -> tuple[Step, torch.nn.Module]:
+def headway(contest: Contest, compile: bool = False) -> tuple[Step, torch.nn.Module]:
     """Return a step as `headway train` does it, and what it trains."""
     from headway.heads.common.protocol import Batch, find_family
     from headway.inference.target import Target
+    from headway.train.compiled import Compiled
     from headway.train.config import TrainConfig
     from headway.train.optimizers import make_optimizer
 
@@ -81,6 +84,8 @@ def headway(contest: Contest) -> tuple[Step, torch.nn.Module]:
         head.set_draft_vocab(contest.vocab)
     head.warm_start()
     head.float()
+    if compile:
+        head.compiled = Compiled("eagle3", torch.device("cpu"), rough=contest.dtype == torch.bfloat16)
     optimizer = make_optimizer(config, head)
 
     def step(given: dict[str, Tensor]) -> float:
@@ -220,6 +225,7 @@ def specforge(contest: Contest, compact: bool = False) -> tuple[Step, torch.nn.M
 
 CONTESTANTS: dict[str, Callable[[Contest], tuple[Step, torch.nn.Module]]] = {
     "headway": headway,
+    "headway compiled": lambda contest: headway(contest, compile=True),
     "speculators": speculators,
     "speculators+head": lambda contest: speculators(contest, with_head=True),
     "specforge": specforge,
@@ -439,7 +445,7 @@ def main() -> None:
         words = next((v for v in given.vocab if v), 4096)
         capture(given.target, given.dialogs, given.work, given.batches, given.tokens_per_batch, words)
     of_python = {"headway": sys.executable, "speculators": given.speculators, "specforge": given.specforge}
-    names = given.only or [name for name in CONTESTANTS if name != "specforge compact"]
+    names = given.only or [name for name in CONTESTANTS if " " not in name]
     pythons = {name: of_python[name.split("+")[0].split()[0]] for name in names}
     pythons = {name: python for name, python in pythons.items() if python}
     batches = load(given.work)[: given.batches]

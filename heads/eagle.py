@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headway.heads.common.draft_layer import (
+    Anchors,
     Drafted,
     DraftLayer,
     LayerConfig,
@@ -142,7 +143,8 @@ class Head(IdsHead):
         feature = batch.tap_BTF.to(module_dtype(self))
         if self.training and config.noise:
             feature = feature + (2 * torch.rand_like(feature) - 1) * config.noise
-        predicted_S = unroll(self, feature, batch.token_BT, config.steps, batch.supervised_BT)
+        some = Anchors.of_goals(batch.supervised_BT, config.steps)
+        predicted_S = self.training_pass(unroll, feature, self.embed(batch.token_BT), config.steps, some)
         report = distil_loss(
             self.frozen,
             batch,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from headway.heads.common.draft_layer import (
+    Anchors,
     Drafted,
     DraftLayer,
     LayerConfig,
@@ -120,17 +121,18 @@ class Head(MapsHead):
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over steps s of decay^s times the mean objective against the target's distribution at t + 1 + s."""
-        hidden_S = [self.norm(h) for h in self.unroll(batch)]
+        some = Anchors.of_goals(batch.supervised_BT, self.config.steps)
+        hidden_S = self.training_pass(Head.unroll, batch.tap_BTF, self.embed(batch.token_BT), some)
         weights = [self.lm_head.weight]
         return distil_loss(
             self.frozen, batch, hidden_S, weights,
             vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
         )  # fmt: skip
 
-    def unroll(self, batch: Batch) -> list[Tensor]:
-        """Return the layer's output [B, T, D] at the anchors that have a goal, for each step of the training-time test."""
-        feature_BTD = self.fuse_taps(batch.tap_BTF)
-        return unroll(self, feature_BTD, batch.token_BT, self.config.steps, batch.supervised_BT)
+    def unroll(self, tap_BTF: Tensor, embed_BTD: Tensor, some: Anchors | None) -> list[Tensor]:
+        """Return what the LM head reads [B, T, D] at some anchors, or all, for each step of the training-time test."""
+        outputs = unroll(self, self.fuse_taps(tap_BTF), embed_BTD, self.config.steps, some)
+        return [self.norm(output) for output in outputs]
 
     def fuse_taps(self, tap_BTF: Tensor) -> Tensor:
         """Return one feature [B, T, D] from those of the taps."""

@@ -115,20 +115,25 @@ class Head(IdsHead):
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over s of decay^s times the mean objective of head s against the target's distribution at t + 1 + s."""
-        path = batch.tap_BTF.to(module_dtype(self))
-        if self.prefix is not None:
-            position = torch.arange(path.shape[1], device=path.device)[None]
-            path = self.prefix.causal(path, (path,), *self.rotary(path, position))
-        embed_BTD = self._embed(batch.token_BT)
-        outputs = []
-        for s, block in enumerate(self.blocks):
-            path = torch.cat([path, after(embed_BTD, 1 + s)], dim=-1)
-            outputs.append(block(path))
+        tap = batch.tap_BTF.to(module_dtype(self))
+        outputs = self.training_pass(Head.outputs, tap, self._embed(batch.token_BT))
         hidden, weights = self.lm_heads.factors(outputs)
         return distil_loss(
             self.frozen, batch, hidden, weights,
             vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
         )  # fmt: skip
+
+    def outputs(self, tap_BTD: Tensor, embed_BTD: Tensor) -> list[Tensor]:
+        """Return what the LM head of each step reads [B, T, D]."""
+        path = tap_BTD
+        if self.prefix is not None:
+            position = torch.arange(path.shape[1], device=path.device)[None]
+            path = self.prefix.causal(path, (path,), *self.rotary(path, position))
+        outputs = []
+        for s, block in enumerate(self.blocks):
+            path = torch.cat([path, after(embed_BTD, 1 + s)], dim=-1)
+            outputs.append(block(path))
+        return outputs
 
     def start(self, context: Context, state: State | None, rows: int) -> State:
         """Run the prefix layer over newly committed features and keep each row's newest output."""

@@ -90,11 +90,15 @@ class Head(IdsHead):
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over k of decay^k times the mean objective of head k against the target's distribution at t + 1 + k."""
         x = batch.tap_BTF.to(module_dtype(self))
-        hidden, weights = self.lm_heads.factors([block(x) for block in self.blocks])
+        hidden, weights = self.lm_heads.factors(self.training_pass(Head.outputs, x))
         return distil_loss(
             self.frozen, batch, hidden, weights,
             vocab=self.draft_vocab, decay=self.config.decay, objective=self.objective,
         )  # fmt: skip
+
+    def outputs(self, feature_BTD: Tensor) -> list[Tensor]:
+        """Return what the LM head of each step reads [B, T, D]."""
+        return [block(feature_BTD) for block in self.blocks]
 
     def start(self, context: Context, state: Tensor | None, rows: int) -> Tensor:
         """Return the newest feature of each row [B, D]; nothing else is remembered."""

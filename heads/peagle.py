@@ -163,13 +163,16 @@ class Head(MapsHead):
     def _embed(self, ids: Tensor) -> Tensor:
         return self.frozen.embed(ids).to(self.fc.weight.dtype)
 
-    def _inputs(self, tap_BTF: Tensor, embed_BTD: Tensor, masks: int) -> tuple[Tensor, Tensor]:
+    def _embed_mask(self) -> Tensor:
+        """Return the embedding [1, 1, D] that stands for a token not yet known."""
+        return self._embed(torch.full((1, 1), self.config.mask_token_id, device=self.fc.weight.device))
+
+    def _inputs(self, tap_BTF: Tensor, embed_BTD: Tensor, mask_11D: Tensor, masks: int) -> tuple[Tensor, Tensor]:
         """Return features and embeddings [B, T + masks, D]: of the anchors, then of so many positions to come."""
         tap_BTF = tap_BTF.to(self.fc.weight.dtype)
-        mask = torch.full((1, 1), self.config.mask_token_id, device=tap_BTF.device)
         B, D = embed_BTD.shape[0], embed_BTD.shape[2]
         feature = torch.cat([self.fc(tap_BTF), self.fc(self.mask_hidden).expand(B, masks, D)], dim=1)
-        return feature, torch.cat([embed_BTD, self._embed(mask).expand(B, masks, D)], dim=1)
+        return feature, torch.cat([embed_BTD, mask_11D.expand(B, masks, D)], dim=1)
 
     def loss(self, batch: Batch) -> LossReport:
         """Return sum over depths d of decay^d times the mean objective against the target's distribution at t + 1 + d.
@@ -180,8 +183,11 @@ class Head(MapsHead):
         vocab, weights = self.draft_vocab, [self.lm_head.weight]
         alone = replace(self.objective, step_weights=())  # each call has one step, which is weighed below
         reports = []
-        for d, output in enumerate(self.unroll(batch, sample)):
-            hidden, goals = self.norm(output), _goals(sample, d, batch.supervised_BT)
+        embed_BTD = after(self._embed(batch.token_BT), 1)
+        deeper = [sample.order_BT[:, :n] for n in sample.size_K[1:]]
+        outputs = self.training_pass(Head.unroll, batch.tap_BTF, embed_BTD, self._embed_mask(), deeper)
+        for d, hidden in enumerate(outputs):
+            goals = _goals(sample, d, batch.supervised_BT)
             if d:
                 hidden = _to_anchors(hidden, sample, batch.token_BT.shape[1])
                 hidden = to_teacher(hidden, d - 1)  # distil_loss shifts by one more: its only step is this depth
@@ -224,26 +230,32 @@ class Head(MapsHead):
             order_BT, [T] * self.config.depths, torch.full((self.config.depths, B), T, device=order_BT.device)
         )
 
-    def unroll(self, batch: Batch, sample: Sample) -> list[Tensor]:
-        """Return the last layer's output at depth 0 of every anchor [B, T, D], then at each depth of its sample."""
-        B, T = batch.token_BT.shape
-        deeper = sample.size_K[1:]
-        hidden, embed = self._inputs(batch.tap_BTF, after(self._embed(batch.token_BT), 1), sum(deeper))
-        anchor_K = [torch.arange(T, device=hidden.device).expand(B, -1), *(sample.order_BT[:, :n] for n in deeper)]
+    def unroll(self, tap_BTF: Tensor, embed_BTD: Tensor, mask_11D: Tensor, deeper: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the LM head reads at depth 0 of every anchor [B, T, D], then at the anchors `deeper` [B, N] of each depth.
+
+        `embed_BTD` is the embedding of the token after each anchor, `mask_11D` of one not yet known.
+        """
+        B, T = embed_BTD.shape[:2]
+        sizes = [T, *(anchor_BN.shape[1] for anchor_BN in deeper)]
+        hidden, embed = self._inputs(tap_BTF, embed_BTD, mask_11D, sum(sizes[1:]))
+        anchor_K = [torch.arange(T, device=hidden.device).expand(B, -1), *deeper]
         position = torch.cat([anchor + d for d, anchor in enumerate(anchor_K)], dim=1)
         rotary = self.rotary(hidden, position)
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DraftLayer)
             q, k, v = layer.project((embed, hidden) if i == 0 else (hidden,), *rotary)
-            q_K, k_K, v_K = (x.split([T, *deeper], dim=2) for x in (q, *layer.per_query_head(k, v)))
-            attended = [F.scaled_dot_product_attention(q_K[0], k_K[0], v_K[0], is_causal=True)]
+            q_K, k_K, v_K = (x.split(sizes, dim=2) for x in (q, *layer.per_query_head(k, v)))
+            whole = (q_K[0], k_K[0], v_K[0])
+            if torch.compiler.is_compiling():  # of views of more positions inductor takes the layout for a constant
+                whole = tuple(x.contiguous() for x in whole)  # type: ignore[assignment]
+            attended = [F.scaled_dot_product_attention(*whole, is_causal=True)]
             for d in range(1, len(anchor_K)):
-                n = sample.size_K[d]
+                n = sizes[d]
                 own = [(k_K[e][:, :, :n], v_K[e][:, :, :n]) for e in range(1, d + 1)]
                 later_BNT = torch.arange(T, device=q.device) > anchor_K[d][:, :, None]
                 attended.append(attend_steps(q_K[d], (k_K[0], v_K[0]), own, later_BNT[:, None]))
             hidden = layer.finish(hidden, torch.cat(attended, dim=2))
-        return list(hidden.split([T, *deeper], dim=1))
+        return [self.norm(output) for output in hidden.split(sizes, dim=1)]
 
     def start(self, context: Context, state: State | None, rows: int) -> State:
         """Run newly committed anchors and every depth of the newest one, in one pass; keep the anchors' keys and values."""
@@ -251,7 +263,7 @@ class Head(MapsHead):
         masks = self.config.depths - 1
         static = self.static is not None
         slots = Slots(self.config.num_layers, rows, static=static) if state is None else state.slots
-        hidden, embed = self._inputs(context.tap_BTF, self._embed(context.next_BT), masks)
+        hidden, embed = self._inputs(context.tap_BTF, self._embed(context.next_BT), self._embed_mask(), masks)
         device = hidden.device
         to_come = newest(context.position_BT[:, :, None], context.count_B) + torch.arange(1, masks + 1, device=device)
         position = torch.cat([context.position_BT, to_come], dim=1)

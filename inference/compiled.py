@@ -81,7 +81,7 @@ class Graphs:
         try:
             return self._run(self.made[kind], arguments, cut)
         except Exception as e:  # noqa: BLE001 - what was changed since, an adapter say, may be what no compiler takes
-            self._stop(_reason(e))
+            self._stop(reason_of(e))
             return plain()
 
     def _compared(
@@ -99,7 +99,7 @@ class Graphs:
                 run = self._compiled(function)
             got = self._run(run, arguments, cut)
         except Exception as e:  # noqa: BLE001 - any failure of a foreign model or compiler means the lesser mode, named
-            self._stop(_reason(e))
+            self._stop(reason_of(e))
             return want
         finally:
             stop_clock(perf_counter() - begin)
@@ -118,11 +118,9 @@ class Graphs:
 
     def _compiled(self, method: Any) -> Callable[..., Outputs]:
         """Return a function or method compiled for the shapes it is first called with."""
-        # torch keeps what it compiled by code object, looks through all of it at each call and stops after a few: a code
-        # object for each set of shapes has one entry.
+        # A code object for each set of shapes has one entry.
         function = getattr(method, "__func__", method)
-        code = function.__code__.replace(co_name=f"{function.__name__}_{len(self.made)}")
-        twin = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+        twin = twin_of(function, str(len(self.made)))
         graphs = self._backend == BACKEND and self._device == "cuda"
         compiled: Callable[..., Outputs] = torch.compile(
             MethodType(twin, method.__self__) if function is not method else twin,
@@ -150,7 +148,14 @@ class Graphs:
         self._give_up()
 
 
-def _reason(e: Exception) -> str:
+def twin_of(function: Any, suffix: str) -> FunctionType:
+    """Return the function with a code object of its own: torch keeps what it compiled by code object, looks through all of it
+    at each call and stops after a few."""
+    code = function.__code__.replace(co_name=f"{function.__name__}_{suffix}")
+    return FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+
+
+def reason_of(e: Exception) -> str:
     """Return one line that says what failed. torch's of a backend begin with "backend='inductor' raised:"."""
     lines = [line.strip() for line in str(e).splitlines() if line.strip()] or ["no reason given"]
     return f"{type(e).__name__}: {' '.join(lines[:2]) if lines[0].endswith(':') else lines[0]}"
@@ -306,17 +311,18 @@ class CompiledTarget:
 
 
 @functools.cache
-def check_compiler(device: str) -> None:
+def check_compiler(device: str, without: str = "do without --compile") -> None:
     """Compile a trifle, so that what is missing is found before any work.
 
-    Raises HeadwayError where torch.compile does not work on this machine: without a C++ compiler, say.
+    Raises HeadwayError where torch.compile does not work on this machine: without a C++ compiler, say. `without` is the other
+    remedy that it names.
     """
     try:
         torch.compile(_trifle, backend=BACKEND, fullgraph=True)(torch.ones(8, device=device))
     except Exception as e:
         raise HeadwayError(
-            f"torch.compile does not work here: {_reason(e)}. On a CPU it needs a C++ compiler (g++ or clang++) and "
-            "Python's headers, on a GPU triton and a C compiler; install them, or do without --compile"
+            f"torch.compile does not work here: {reason_of(e)}. On a CPU it needs a C++ compiler (g++ or clang++) and "
+            f"Python's headers, on a GPU triton and a C compiler; install them, or {without}"
         ) from e
 
 

@@ -194,6 +194,9 @@ class TrainConfig:
     shard_target: bool = False
     """Split the target's decoder layers over the processes (FSDP2), each of which gathers one layer at a time. For a target
     that fits no device whole; each process reads it into host memory first."""
+    compile: bool = False
+    """Have torch.compile make the head's pass, all but its LM head and the loss. It takes a C++ compiler, and the first steps
+    long; the weights are the same to rounding."""
     tracker: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Where figures go besides log.jsonl."""
 

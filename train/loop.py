@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import HeadwayError, Interrupted
 from headway.heads.common.protocol import Batch, Head, LossReport
+from headway.inference.host import clock
 from headway.train.batches import Order
+from headway.train.compiled import Compiled
 from headway.train.config import TrainConfig
 from headway.train.evaluate import choose_prompts, evaluate_accepted_length, evaluate_agreement
 from headway.train.features import Memory
@@ -105,7 +107,7 @@ def steps(run: Run) -> dict[str, Any]:
                 break
 
             # step
-            begin = time.perf_counter()
+            begin = clock()
             lr = learning_rate(config, progress.step, run.total_steps)
             for group in run.optimizer.param_groups:
                 group["lr"] = lr
@@ -121,7 +123,7 @@ def steps(run: Run) -> dict[str, Any]:
             run.optimizer.zero_grad(set_to_none=True)
 
             # log
-            seconds = time.perf_counter() - begin
+            seconds = clock() - begin
             tokens, skipped = figures["tokens"], figures.pop("skipped")
             if is_due(progress.step + 1, config.log_every):
                 pace = line.pace(progress, tokens, seconds)
@@ -320,6 +322,8 @@ def finish(run: Run, metrics: dict[str, Any]) -> dict[str, Any]:
         "eval_seconds": round(run.progress.eval_seconds, 1),
         "skipped_batches": run.progress.skipped,
     }
+    if isinstance(run.head.compiled, Compiled):
+        metrics |= run.head.compiled.figures()
     with run.gathered.result(run.accelerator.is_main_process) as head:
         if head is not None:
             save_result(run, head, metrics)

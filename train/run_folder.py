@@ -32,9 +32,9 @@ from headway.train.provenance import continuation, provenance
 KEEP = 2
 FREE_KEYS = (
     "out", "tracker", "save_every", "log_every", "cache", "eval_every", "eval_prompts", "eval_tokens", "tree",
-    "target_device", "shard_target",
+    "target_device", "shard_target", "compile",
 )  # fmt: skip
-"""Recipe keys that may change when a run is continued: they do not touch the weights."""
+"""Recipe keys that may change when a run is continued: they do not touch the weights, but for rounding."""
 
 
 @dataclass

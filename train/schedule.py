@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
 
 from headway.heads.common.protocol import Batch
+from headway.inference.host import clock
 from headway.train.config import TrainConfig
 from headway.train.features import Features
 
@@ -52,18 +52,18 @@ def steps_by_time(config: TrainConfig, features: Features, trial: Callable[[Batc
     assert config.max_seconds is not None
     N = len(features.batches)
     chosen = torch.linspace(0, N - 1, min(NUM_TIMED + 1, N)).long().tolist()
-    start = time.perf_counter()
+    start = clock()
     M = features.num_missing
     look_up = features.compute if M else features.__getitem__
     trial(look_up(chosen[0]))  # not counted: the first is slow
     f_sum = t_sum = 0.0
     num_timed = 0
     for n in chosen[1:] or chosen:
-        begin = time.perf_counter()
+        begin = clock()
         batch = look_up(n)
-        middle = time.perf_counter()
+        middle = clock()
         trial(batch)
-        end = time.perf_counter()
+        end = clock()
         f_sum, t_sum, num_timed = f_sum + middle - begin, t_sum + end - middle, num_timed + 1
         if end - start > TIMING_SHARE * config.max_seconds:
             break

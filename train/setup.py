@@ -23,6 +23,7 @@ from headway.heads.common.protocol import Batch, Head, find_family
 from headway.heads.common.vocab import choose_draft_vocab
 from headway.inference.tree import Policy, check_policy, parse_policy
 from headway.train.batches import Rows, count_tokens, make_batches, make_rows
+from headway.train.compiled import SAID, Compiled, check_compile
 from headway.train.config import TrainConfig
 from headway.train.estimate import require_disk, require_memory
 from headway.train.features import Features, Kept, Memory, choose_cache
@@ -151,6 +152,7 @@ def prepare(
         folder.hold()
     accelerator.wait_for_everyone()
     autocast = target.dtype == torch.bfloat16 if config.autocast is None else config.autocast
+    head.compiled = Compiled(config.family, device, rough=autocast) if config.compile else None
     joint = None if config.joint is None else Joint(config, target, head, autocast=autocast)
     weights = head if joint is None else joint
     optimizer: Any = make_optimizer(config, head, () if joint is None else list(joint.adapter.parameters()))
@@ -201,6 +203,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     accelerator = launch(config)
     if config.shard_target and accelerator.num_processes == 1:
         raise HeadwayError("shard_target splits the target over several processes, and this is one; launch more")
+    if config.compile:
+        check_compile(accelerator)
     if is_split(accelerator) and config.lora is not None:
         raise HeadwayError("a lora is too small to be split over processes; launch with recipes/accelerate/ddp.yaml")
     if accelerator.distributed_type == DistributedType.DEEPSPEED and config.optimizer != "adamw":
@@ -369,7 +373,7 @@ def say_plan(head: Head, rows: Rows, train: Features, said: list[str], total_ste
         counts = count_tokens(rows.train, head.frozen.info.vocab_size)
         covered = float(counts[vocab.cpu()].sum() / counts.sum().clamp_min(1))
         say(f"draft vocabulary of {vocab.numel()} words covers {covered:.1%} of the supervised tokens")
-    for line in said:
+    for line in [*said, *([] if head.compiled is None else [SAID])]:
         say(line)
     say(f"{total_steps} steps" + (f", continuing after step {progress.step}" if progress.step else ""))
 

@@ -307,16 +307,15 @@ class Drafted:
 
 
 def unroll(
-    head: Recurrent, feature_BTD: Tensor, token_BT: Tensor, steps: int, supervised_BT: Tensor | None = None
+    head: Recurrent, feature_BTD: Tensor, embed_BTD: Tensor, steps: int, some: Anchors | None = None
 ) -> list[Tensor]:
     """Return the layer's output [B, T, D] at every anchor for each step: the training-time test.
 
-    With `supervised_BT` the output is that of the anchors from which a supervised token is predicted, and zero at the
-    others or of no meaning: later steps attend to none but their own anchor, so of the others keys and values will do.
+    `embed_BTD` are the embeddings of the tokens. With `some`, those of `Anchors.of_goals`, the output is that of these anchors,
+    and zero at the others or of no meaning: later steps attend to none but their own anchor, so of the others keys and values
+    will do.
     """
-    T, device = token_BT.shape[1], token_BT.device
-    embed_BTD = head.embed(token_BT)
-    some = None if supervised_BT is None else Anchors.of_goals(supervised_BT, steps)
+    T, device = embed_BTD.shape[1], embed_BTD.device
     everywhere = torch.arange(T, device=device)[None]
     position = everywhere if some is None else some.position_BA
     later = everywhere[:, None, None] > position[:, None, :, None]

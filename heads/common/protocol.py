@@ -246,6 +246,8 @@ class Head(nn.Module):
     config: HeadConfig
     static: Run | None = None
     """Set where drafts are compiled, by a target that is: then what goes through static.py runs in shapes that are few."""
+    compiled: Callable[..., list[Tensor]] | None = None
+    """Set where training is compiled: compiled(function, head, *arguments) returns `function(head, *arguments)`."""
 
     def __init__(self, config: HeadConfig, frozen: Frozen) -> None:
         super().__init__()
@@ -279,6 +281,16 @@ class Head(nn.Module):
 
     def set_draft_vocab(self, target_ids: Tensor) -> None:
         """Take the draft vocabulary (sorted target ids); called once before `warm_start`. No-op without one."""
+
+    def training_pass(self, function: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
+        """Return `function(self, *arguments)`: what the loss reads at each step, compiled in training where that is asked for.
+
+        The function is no closure, and does nothing but compute: what it draws, looks up in the target or decides by the contents
+        of tensors is done before.
+        """
+        if self.compiled is None or not (self.training and torch.is_grad_enabled()):
+            return function(self, *arguments)
+        return self.compiled(function, self, *arguments)
 
     def loss(self, batch: Batch) -> LossReport:
         """Return the training loss of a batch and its per-step figures."""

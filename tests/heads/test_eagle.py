@@ -120,7 +120,7 @@ def test_an_untrained_head_repeats_the_feature_that_it_reads():
     head.warm_start()
     batch = make_batch(loud, head.config.taps)
     with torch.no_grad():
-        for predicted in unroll(head, batch.tap_BTF, batch.token_BT, 3):
+        for predicted in unroll(head, batch.tap_BTF, head.embed(batch.token_BT), 3):
             assert (predicted - batch.tap_BTF).norm() < 0.2 * batch.tap_BTF.norm()
 
 
@@ -135,7 +135,7 @@ def test_the_loss_is_its_two_parts_by_definition(target):
     assert parts["both"] == pytest.approx(parts["feature"] + 0.1 * parts["token"], rel=1e-5)
     assert parts["token"] == pytest.approx(float(head.loss(batch).loss_S[0]), rel=1e-5)
     # The feature at position j is predicted by the anchor at j - 1, and counts where the token after j is a goal.
-    [predicted] = unroll(head, batch.tap_BTF, batch.token_BT, 1)
+    [predicted] = unroll(head, batch.tap_BTF, head.embed(batch.token_BT), 1)
     distance = []
     for b, j in (batch.supervised_BT[:, 1:]).nonzero().tolist():
         d = (predicted[b, j - 1] - batch.last_BTD[b, j]).abs()
