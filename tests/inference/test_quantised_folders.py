@@ -16,6 +16,7 @@ from torch import nn
 from headway.heads.common.checkpoint import fingerprint, load_head, read_config, save_head
 from headway.heads.common.errors import HeadwayError
 from headway.inference.target import Target
+from headway.inference.tree import StaticTree
 from headway.train.config import make_config
 from headway.train.loop import train
 from tests.inference.helpers import POLICIES, answer, encode, hf_greedy, random_head
@@ -86,4 +87,4 @@ def test_a_head_is_trained_on_its_features(folder: Path, tmp_path: Path) -> None
     assert read_config(tmp_path / "run" / "head")["weights_of"] == fingerprint(target.frozen)
     head = load_head(tmp_path / "run" / "head", target)
     want = hf_greedy(target.model, TEXT, 24)
-    assert answer(target, TEXT, head, POLICIES["binary"], max_new_tokens=24).token_ids == want
+    assert answer(target, TEXT, head, StaticTree(((0,), (1,), (0, 0), (0, 1))), max_new_tokens=24).token_ids == want
