@@ -50,6 +50,19 @@ DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfl
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
 PASS_TOKENS = {"cpu": 24, "cuda": 256}
 """What a pass costs beside its tokens, in tokens: reading the weights, mostly."""
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    TypeError,
+    StrictDataclassError,
+    SafetensorError,
+    # Where what a quantised target needs is half installed, transformers and optimum fail in these ways.
+    RuntimeError,
+    NameError,
+)
+LIBRARIES = {"gptq": "gptqmodel with optimum", "awq": "gptqmodel", "compressed-tensors": "compressed-tensors"}
+"""What runs weights quantised by a method, as pip calls it, where transformers does not say so itself."""
 FEW_TOKENS = 8
 """Tokens in a pass of speculative decoding, about: what the dtype `auto` is chosen for unless told otherwise."""
 
@@ -163,18 +176,11 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, revision=revision, trust_remote_code=trust_remote_code, **extra
             )
-        except (
-            OSError,
-            ValueError,
-            ImportError,
-            RuntimeError,
-            TypeError,
-            StrictDataclassError,
-            SafetensorError,
-        ) as e:
+        except LOADING_ERRORS as e:
             first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise HeadwayError(
                 f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
+                f"{_quantised_by(name, revision)}"
             ) from e
         if adapted(model):  # transformers puts on what it finds in a repository of an adapter
             raise _is_adapter(name, model.name_or_path or "")
@@ -583,6 +589,19 @@ def check_merge(adapter: str | Path | None, merge: bool) -> None:
     """Raise HeadwayError where an adapter is to be merged and there is none."""
     if merge and adapter is None:
         raise HeadwayError("--merge-adapter has no adapter to merge; give --target-adapter")
+
+
+def _quantised_by(name: str, revision: str | None) -> str:
+    """Return what an error says of the method that a target's weights are quantised by; nothing where they are not."""
+    try:
+        fields = getattr(read_model_config(name, revision=revision), "quantization_config", None)
+    except HeadwayError:
+        return ""
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if method is None:
+        return ""
+    needs = LIBRARIES.get(method, f"what transformers needs for {method}")
+    return f"; its weights are quantised by {method}, see that {needs} is installed and works here"
 
 
 def _is_adapter(name: str, base: str) -> HeadwayError:

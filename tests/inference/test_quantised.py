@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,13 +168,18 @@ def test_a_linear_layer_without_a_weight_is_not_packed() -> None:
     assert Packed(nn.Sequential(layer, nn.Linear(4, 4))).reason == "weights are quantised"
 
 
-def test_what_a_quantiser_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers raises RuntimeError for a GPTQ target where optimum is installed and GPTQModel is not."""
+@pytest.mark.parametrize("error", [RuntimeError("GPU is required"), NameError("name 'QuantizeConfig' is not defined")])
+def test_what_a_quantiser_lacks_is_said(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without GPTQModel, transformers raises the first for a GPTQ target and optimum the second."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("GPU is required to quantize or run quantize model.")
+        raise error
 
+    llama12().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     monkeypatch.setattr("headway.inference.target.AutoModelForCausalLM.from_pretrained", refuse)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(HeadwayError, match="cannot load target .*GPU is required"):
+    with pytest.raises(
+        HeadwayError, match="cannot load target .*by gptq, see that gptqmodel with optimum is installed"
+    ):
         Target.load(tmp_path)

