@@ -47,7 +47,8 @@ class Packed:
         self._together: list[_Together] = []
         self.num_bytes = 0
         linears = [m for m in model.modules() if type(m) is nn.Linear]
-        size = sum(m.weight.nbytes for m in linears)
+        # compressed-tensors' have no weight before it unpacks them.
+        size = sum(getattr(m, "weight", torch.empty(0)).nbytes for m in linears)
         self.reason = _reason(linears, size)
         if not self.reason:
             self._together = [_Together(group) for group in _groups(model)]
@@ -89,7 +90,7 @@ def pack(module: nn.Module) -> Packed:
 
 def _reason(linears: list[nn.Linear], size: int) -> str:
     """Return why these layers are not packed, or nothing where they can be."""
-    if any(type(m.weight.data) is not Tensor for m in linears):
+    if any(not hasattr(m, "weight") or type(m.weight.data) is not Tensor for m in linears):
         return "weights are quantised"
     dtypes = {m.weight.dtype for m in linears}
     if len(dtypes) != 1 or not dtypes <= set(TOLERANCE) or any(m.weight.device.type != "cpu" for m in linears):

@@ -11,6 +11,7 @@ import copy
 import functools
 import hashlib
 import inspect
+import itertools
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,19 @@ DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfl
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
 PASS_TOKENS = {"cpu": 24, "cuda": 256}
 """What a pass costs beside its tokens, in tokens: reading the weights, mostly."""
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    TypeError,
+    StrictDataclassError,
+    SafetensorError,
+    # Where what a quantised target needs is half installed, transformers and optimum fail in these ways.
+    RuntimeError,
+    NameError,
+)
+LIBRARIES = {"gptq": "gptqmodel with optimum", "awq": "gptqmodel", "compressed-tensors": "compressed-tensors"}
+"""What runs weights quantised by a method, as pip calls it, where transformers does not say so itself."""
 FEW_TOKENS = 8
 """Tokens in a pass of speculative decoding, about: what the dtype `auto` is chosen for unless told otherwise."""
 
@@ -76,6 +90,7 @@ class Target:
     ) -> None:
         model, adapter = attached(model, adapter, name)
         self.model = model.eval().requires_grad_(False)
+        _unpack(self.model)
         self._adapted = adapted(model)
         self.tokenizer = tokenizer
         self.text_config = model.config.get_text_config()
@@ -161,10 +176,11 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, revision=revision, trust_remote_code=trust_remote_code, **extra
             )
-        except (OSError, ValueError, ImportError, TypeError, StrictDataclassError, SafetensorError) as e:
+        except LOADING_ERRORS as e:
             first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise HeadwayError(
                 f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
+                f"{_quantised_by(name, revision)}"
             ) from e
         if adapted(model):  # transformers puts on what it finds in a repository of an adapter
             raise _is_adapter(name, model.name_or_path or "")
@@ -236,13 +252,17 @@ class Target:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of a few numbers of every weight, the same in whatever dtype the model was loaded."""
+        """A digest of a few numbers of every weight, the same in whatever dtype the model was loaded; of a quantised one,
+        whose scales the dtype may round, in the same dtype."""
         if self._fingerprint is not None:
             return self._fingerprint
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
             few = _dense(weight).detach().flatten()[:8].to("cpu", torch.bfloat16)
             digest.update(f"{name} {tuple(weight.shape)} {few.tolist()}".encode())
+        for name, module in self.model.named_modules():
+            if _keeps_codes(module) and (first := _stands_for(module, self.dtype, inputs=1)) is not None:
+                digest.update(f"{name} {first[:64].flatten().to('cpu', torch.bfloat16).tolist()}".encode())
         return digest.hexdigest()[:16]
 
     @property
@@ -428,7 +448,7 @@ class Target:
             embed=embed,
             logits=logits,
             lm_head_weight=lambda: _dense(out.weight),
-            layer_weights=lambda i: _dense_weights(self.layers[i]) if self.layers else {},
+            layer_weights=lambda i: _dense_weights(self.layers[i], self.dtype) if self.layers else {},
             final_norm=lambda: getattr(getattr(self.decoder, "norm", None), "weight", None),
         )
 
@@ -571,6 +591,19 @@ def check_merge(adapter: str | Path | None, merge: bool) -> None:
         raise HeadwayError("--merge-adapter has no adapter to merge; give --target-adapter")
 
 
+def _quantised_by(name: str, revision: str | None) -> str:
+    """Return what an error says of the method that a target's weights are quantised by; nothing where they are not."""
+    try:
+        fields = getattr(read_model_config(name, revision=revision), "quantization_config", None)
+    except HeadwayError:
+        return ""
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if method is None:
+        return ""
+    needs = LIBRARIES.get(method, f"what transformers needs for {method}")
+    return f"; its weights are quantised by {method}, see that {needs} is installed and works here"
+
+
 def _is_adapter(name: str, base: str) -> HeadwayError:
     return HeadwayError(
         f"{name!r} is a PEFT adapter, no target; give its base: --target {base or 'BASE'} --target-adapter {name}"
@@ -693,11 +726,54 @@ def _dense(weight: Tensor) -> Tensor:
     return weight if plain else weight.detach().dequantize()  # type: ignore[no-untyped-call]
 
 
-def _dense_weights(layer: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a layer by name, without those whose numbers are codes (bitsandbytes')."""
+def _dense_weights(layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights of a layer by name; those whose numbers are codes as what they stand for, or not at all."""
     named = dense_weights(layer) if adapted(layer) else dict(layer.named_parameters())
     dense = {name: _dense(weight) for name, weight in named.items()}
-    return {name: weight for name, weight in dense.items() if weight.is_floating_point()}
+    weights = {name: weight for name, weight in dense.items() if weight.is_floating_point()}
+    if adapted(layer):
+        return weights
+    for name, module in layer.named_modules():
+        if _keeps_codes(module) and (weight := _stands_for(module, dtype)) is not None:
+            weights[f"{name}.weight"] = weight
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                weights[f"{name}.bias"] = bias.to(dtype)
+    return weights
+
+
+def _keeps_codes(module: nn.Module) -> bool:
+    """Return whether a linear layer has codes in place of a weight, as those of bitsandbytes and GPTQModel have."""
+    weight = getattr(module, "weight", None)
+    linear = all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
+    return linear and not next(module.children(), None) and not (isinstance(weight, Tensor) and _is_plain(weight))
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return weight.is_floating_point() or type(weight.data) is not Tensor and hasattr(weight, "dequantize")
+
+
+@torch.no_grad()
+def _stands_for(module: nn.Module, dtype: torch.dtype, inputs: int | None = None) -> Tensor | None:
+    """Return the weight [out, in] of a linear layer that keeps codes, its first `inputs` columns: what it makes of unit
+    vectors. Every library lays out its codes in ways of its own, which change with device, dtype and the first pass; what
+    its layers compute does not. None where a layer does not run."""
+    size = int(module.in_features)  # type: ignore[arg-type]
+    devices = [t.device for t in itertools.chain(module.parameters(), module.buffers())]
+    x_MD = torch.zeros(1 + (inputs or size), size, dtype=dtype, device=devices[0] if devices else None)
+    x_MD[1:].fill_diagonal_(1)
+    try:
+        nothing, *_ = out_MO = module(x_MD)  # nothing in, the bias out
+    except Exception:  # noqa: BLE001 - a foreign layer that cannot be asked
+        return None
+    return (out_MO[1:] - nothing).T.contiguous()
+
+
+def _unpack(model: PreTrainedModel) -> None:
+    """Have a model that unpacks its weights in its first pass (compressed-tensors' do) make that pass, so that they are what
+    they will be whenever they are read."""
+    if any(isinstance(m, nn.Linear) and not hasattr(m, "weight") for m in model.modules()):
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
 
 
 def _find_layers(decoders: tuple[nn.Module, ...], num_layers: int) -> tuple[nn.Module, nn.ModuleList]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from headway.heads.common.checkpoint import fingerprint, load_head, save_head
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Batch
+from headway.inference.packed import Packed
 from headway.inference.target import Target
 from tests.inference.helpers import POLICIES, answer, encode, hf_greedy, random_head
 from tests.tiny import llama12, target
@@ -82,3 +87,99 @@ def test_a_head_learns_from_it(coded: Target) -> None:
     loss = head.loss(batch).loss
     loss.backward()
     assert bool(loss.isfinite())
+
+
+class CodedLinear(nn.Module):
+    """A linear layer whose codes and scale are buffers, and no parameters, as GPTQModel's are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("codes", (linear.weight.detach() * 128).round().to(torch.int16))
+        self.register_buffer("bias", torch.linspace(-1, 1, linear.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x times what the codes stand for."""
+        return nn.functional.linear(x, self.codes.to(x.dtype) / 128, self.bias.to(x.dtype))
+
+
+def replaced(change: int = 0, name: str = "tiny") -> Target:
+    """A target of CodedLinear layers; `change` is added to the first code of the last."""
+    model = llama12("sdpa")
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for key, linear in list(part.named_children()):
+                if isinstance(linear, nn.Linear):
+                    part.set_submodule(key, CodedLinear(linear))
+    model.model.layers[11].mlp.down_proj.codes[0, 0] += change
+    return target(model, name)
+
+
+def test_codes_in_buffers_are_handed_out_as_numbers() -> None:
+    """The module says what its codes stand for: what it makes of unit vectors."""
+    coded = replaced()
+    up, weights = coded.layers[11].mlp.up_proj, coded.frozen.layer_weights(11)  # type: ignore[union-attr]
+    torch.testing.assert_close(weights["mlp.up_proj.weight"], up.codes.float() / 128)  # type: ignore[operator, union-attr]
+    assert {"self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"} <= set(weights)
+    assert "mlp.up_proj.bias" in weights
+
+
+def test_codes_in_buffers_are_in_the_fingerprints() -> None:
+    one, same, other = replaced(), replaced(), replaced(change=40)
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert fingerprint(one.frozen) == fingerprint(same.frozen) != fingerprint(other.frozen)
+
+
+def test_a_head_of_other_codes_is_refused(tmp_path: Path) -> None:
+    one, other = replaced(), replaced(change=40, name="other")
+    folder = save_head(random_head("eagle3", one), tmp_path / "head", target=one.info)
+    load_head(folder, replaced(name="copy"))
+    with pytest.raises(HeadwayError, match="another name and other weights"):
+        load_head(folder, other)
+
+
+def test_weights_unpacked_by_the_first_pass_are_unpacked_at_once() -> None:
+    """compressed-tensors' linear layers have no weight before the model's first pass."""
+    model = llama12("sdpa")
+    want, plain = hf_greedy(model, TEXT, 24), target(llama12("sdpa"))
+    kept = {m: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+    for module, weight in kept.items():
+        del module.weight
+        module.weight_packed = nn.Parameter(weight.view(torch.int32), requires_grad=False)
+
+    def unpack(*_: Any) -> None:
+        hook.remove()
+        for module in kept:
+            module.weight = nn.Parameter(module.weight_packed.view(torch.float32), requires_grad=False)  # type: ignore[operator]
+            del module.weight_packed
+
+    hook = model.register_forward_pre_hook(unpack)
+    unpacked = target(model)
+    assert unpacked.mode == "tree"
+    assert fingerprint(unpacked.frozen) == fingerprint(plain.frozen)
+    assert (
+        answer(unpacked, TEXT, random_head("eagle3", unpacked), POLICIES["binary"], max_new_tokens=24).token_ids == want
+    )
+
+
+def test_a_linear_layer_without_a_weight_is_not_packed() -> None:
+    layer = nn.Linear(4, 4)
+    del layer.weight
+    assert Packed(nn.Sequential(layer, nn.Linear(4, 4))).reason == "weights are quantised"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("GPU is required"), NameError("name 'QuantizeConfig' is not defined")])
+def test_what_a_quantiser_lacks_is_said(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without GPTQModel, transformers raises the first for a GPTQ target and optimum the second."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    llama12().config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    monkeypatch.setattr("headway.inference.target.AutoModelForCausalLM.from_pretrained", refuse)
+    with pytest.raises(
+        HeadwayError, match="cannot load target .*by gptq, see that gptqmodel with optimum is installed"
+    ):
+        Target.load(tmp_path)
