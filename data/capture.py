@@ -93,7 +93,7 @@ def capture(
             return _fill(target, dialogs, folder, taps, store, verify, show)
         except KeyboardInterrupt:
             safe = len(list(folder.glob("capture-*.safetensors")))
-            raise Interrupted(f"interrupted: {safe} shards are safe in {folder}; run it again to continue") from None
+            raise Interrupted.with_safe(safe, "shards", folder) from None
 
 
 def _fill(

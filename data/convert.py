@@ -122,8 +122,7 @@ def convert(
                     _keep(writer, made)
                 on_row(tokens)
         except KeyboardInterrupt:
-            safe = writer.counts["dialogs"]
-            raise Interrupted(f"interrupted: {safe} dialogs are safe in {out}; run it again to continue") from None
+            raise Interrupted.with_safe(writer.counts["dialogs"], "dialogs", out) from None
         writer.counts["truncated"] = truncated
         writer.counts.update({f"note: {note}": count for note, count in make.notes.items()})
         if isinstance(rows, Intake):

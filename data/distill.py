@@ -93,8 +93,7 @@ def distill(
                     progress.add(items=1)
         except KeyboardInterrupt:
             writer.close()
-            safe = writer.counts["dialogs"]
-            raise Interrupted(f"interrupted: {safe} dialogs are safe in {out}; run it again to continue") from None
+            raise Interrupted.with_safe(writer.counts["dialogs"], "dialogs", out) from None
         settle(writer, turns)
         progress.close(summary(writer))
     if record and show:

@@ -72,8 +72,7 @@ def write_prompts(
             draws.check_hope()
         progress.close(f"{out}: {_spelled(draws.counts)}")
     except KeyboardInterrupt:
-        kept_so_far = draws.counts["kept"]
-        raise Interrupted(f"interrupted: {kept_so_far} prompts are safe in {out}; run it again to continue") from None
+        raise Interrupted.with_safe(draws.counts["kept"], "prompts", out) from None
     finally:
         kept.close()
         rejected.close()

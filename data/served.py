@@ -131,7 +131,7 @@ def distill_served(
     A request that fails is sent again, after a while and maybe to another server; a turn that fails too often is left
     open, neither written nor dropped. `end_ids` end an answer, besides the template's end of a turn.
 
-    Raises HeadwayError where no server is left, and for settings that servers do not know.
+    Raises HeadwayError where no server is left, and for settings that servers do not know; Interrupted after Ctrl-C.
     """
     if settings.processors or settings.accept != "exact":
         raise HeadwayError("servers take neither processors nor typical acceptance; distil with the local engine")
@@ -234,8 +234,7 @@ async def _distill(
             try:
                 await run.pool.run(run.jobs(), run.ask)
             except (KeyboardInterrupt, asyncio.CancelledError):
-                safe = writer.counts["dialogs"]
-                raise Interrupted(f"interrupted: {safe} dialogs are safe in {out}; run it again to continue") from None
+                raise Interrupted.with_safe(writer.counts["dialogs"], "dialogs", out) from None
             finally:
                 writer.record(failures=dict(sorted((before + run.pool.failures).items())))
             settle(writer, turns)

@@ -50,17 +50,9 @@ DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfl
 DTYPES |= {"float16": torch.float16, "fp16": torch.float16}
 PASS_TOKENS = {"cpu": 24, "cuda": 256}
 """What a pass costs beside its tokens, in tokens: reading the weights, mostly."""
-LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    ImportError,
-    TypeError,
-    StrictDataclassError,
-    SafetensorError,
-    # Where what a quantised target needs is half installed, transformers and optimum fail in these ways.
-    RuntimeError,
-    NameError,
-)
+LOADING_ERRORS = (OSError, ValueError, ImportError, TypeError, StrictDataclassError, SafetensorError)
+QUANTISER_ERRORS = (RuntimeError, NameError)
+"""How transformers and optimum fail, besides, where what a quantised target needs is half installed."""
 LIBRARIES = {"gptq": "gptqmodel with optimum", "awq": "gptqmodel", "compressed-tensors": "compressed-tensors"}
 """What runs weights quantised by a method, as pip calls it, where transformers does not say so itself."""
 FEW_TOKENS = 8
@@ -176,11 +168,13 @@ class Target:
             model = AutoModelForCausalLM.from_pretrained(
                 source, dtype=torch_dtype, revision=revision, trust_remote_code=trust_remote_code, **extra
             )
-        except LOADING_ERRORS as e:
+        except (*LOADING_ERRORS, *QUANTISER_ERRORS) as e:
+            quantised = _quantised_by(name, revision)
+            if isinstance(e, QUANTISER_ERRORS) and not quantised:
+                raise  # a full GPU, say
             first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             raise HeadwayError(
-                f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file"
-                f"{_quantised_by(name, revision)}"
+                f"cannot load target {name!r}: {first} Give a hub id, a model folder or a .gguf file{quantised}"
             ) from e
         if adapted(model):  # transformers puts on what it finds in a repository of an adapter
             raise _is_adapter(name, model.name_or_path or "")
@@ -722,8 +716,11 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 
 def _dense(weight: Tensor) -> Tensor:
     """Return a weight as plain numbers; a quantised one that can say what it stands for (torchao's) is dequantised."""
-    plain = type(weight.data) is Tensor or not hasattr(weight, "dequantize")
-    return weight if plain else weight.detach().dequantize()  # type: ignore[no-untyped-call]
+    return weight.detach().dequantize() if _can_dequantise(weight) else weight  # type: ignore[no-untyped-call]
+
+
+def _can_dequantise(weight: Tensor) -> bool:
+    return type(weight.data) is not Tensor and hasattr(weight, "dequantize")
 
 
 def _dense_weights(layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -745,11 +742,8 @@ def _keeps_codes(module: nn.Module) -> bool:
     """Return whether a linear layer has codes in place of a weight, as those of bitsandbytes and GPTQModel have."""
     weight = getattr(module, "weight", None)
     linear = all(isinstance(getattr(module, name, None), int) for name in ("in_features", "out_features"))
-    return linear and not next(module.children(), None) and not (isinstance(weight, Tensor) and _is_plain(weight))
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return weight.is_floating_point() or type(weight.data) is not Tensor and hasattr(weight, "dequantize")
+    readable = isinstance(weight, Tensor) and (weight.is_floating_point() or _can_dequantise(weight))
+    return linear and not readable and not next(module.children(), None)
 
 
 @torch.no_grad()

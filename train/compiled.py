@@ -216,9 +216,8 @@ def _trained(head: Head, arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], along: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    pairs = [
-        (out, a) for out, a in zip(outputs, along, strict=True) if out.requires_grad
-    ]  # with a LoRA some may not be
+    # With a LoRA some outputs may depend on nothing that is trained.
+    pairs = [(out, a) for out, a in zip(outputs, along, strict=True) if out.requires_grad]
     found, directions = zip(*pairs, strict=True)
     return torch.autograd.grad(found, inputs, directions, allow_unused=True)
 

@@ -183,3 +183,15 @@ def test_what_a_quantiser_lacks_is_said(error: Exception, tmp_path: Path, monkey
         HeadwayError, match="cannot load target .*by gptq, see that gptqmodel with optimum is installed"
     ):
         Target.load(tmp_path)
+
+
+def test_an_error_that_no_quantiser_makes_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full GPU, say: no other name of the target would help."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    llama12().config.save_pretrained(tmp_path)
+    monkeypatch.setattr("headway.inference.target.AutoModelForCausalLM.from_pretrained", refuse)
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        Target.load(tmp_path)
