@@ -344,6 +344,14 @@ def test_a_recipe_that_contradicts_itself_is_refused(changes: dict[str, Any], sa
         make(**changes)
 
 
+def test_float16_chosen_by_auto_is_refused_before_a_step(make: Any) -> None:
+    half = target(build(0, num_hidden_layers=4).half(), mode="tree")
+    config = make("half", dtype="auto")
+    with pytest.raises(HeadwayError, match="overflow in float16, which dtype=auto chose here; set dtype=float32"):
+        train(config, target=half)
+    assert not (Path(config.out) / "log.jsonl").exists()
+
+
 def test_dotted_keys_reach_it(make: Any) -> None:
     config = make_config(make().to_json(), ["joint.rank=3", "joint.weight=2"])
     assert config.joint is not None
