@@ -85,3 +85,20 @@ def use_grouped(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation_internal = before
+
+
+@contextmanager
+def wide_bias(config: Any, slots: int) -> Iterator[None]:
+    """Inside the block, a model whose bias by distance is a table of `max_seq_len` places has one for that many slots at least.
+
+    A draft may reach beyond the context, though no answer does. The bias of two places does not depend on the table's size.
+    """
+    before = getattr(config, "max_seq_len", None)
+    if not isinstance(before, int) or slots <= before:
+        yield
+        return
+    config.max_seq_len = slots
+    try:
+        yield
+    finally:
+        config.max_seq_len = before

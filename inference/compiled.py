@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head, Tap
 from headway.heads.common.static import TOKENS, Outputs, Placed, filled, places, token_bucket
-from headway.inference.attention import use_grouped
+from headway.inference.attention import use_grouped, wide_bias
 from headway.inference.cache import SlotCache, SlotLayer
 from headway.inference.host import stop_clock
 from headway.inference.probe import relative_error, rounding
@@ -267,7 +267,8 @@ class CompiledTarget:
         placed = self._placed
         placed.pairs, placed.slot_BN, placed.length_B = slots.whole(place.rows), place.slot_BN, place.length_B
         try:
-            return self._graphs(self._pass, arguments, tuple(token_BN.shape), plain)
+            with wide_bias(self.target.text_config, slots.capacity):
+                return self._graphs(self._pass, arguments, tuple(token_BN.shape), plain)
         finally:
             placed.pairs = {}  # else the buffers of a cache that is gone would be kept
 

@@ -29,6 +29,9 @@ REFUSED = {
     "penalty_alpha": "contrastive search needs transformers' own loop",
 }
 
+READ = {"attention_mask", "position_ids", "logits_to_keep", "use_cache"}
+"""Arguments of a model that the loop reads or that change no answer, beside its cache and `inputs_embeds`."""
+
 
 def headway_generate(
     target: Target, head: Head | Drafter | None = None, policy: Policy | None = None, streamer: Any = None
@@ -41,7 +44,8 @@ def headway_generate(
     stop strings go into `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`. A processor that keeps a state of its
     own takes one prompt at a time.
 
-    Raises HeadwayError for another model, beams, and what is named in REFUSED.
+    Raises HeadwayError for another model, beams, what is named in REFUSED, and arguments of the model that the answers would
+    be made without: images, token types, positions that are not 0, 1, ... after the padding.
     """
 
     def decode(
@@ -61,6 +65,7 @@ def headway_generate(
         for b, (ids, padding) in enumerate(zip(input_ids.tolist(), padding_B, strict=True)):
             if mask_BT is not None and not bool(mask_BT[b, padding:].all()):
                 raise HeadwayError(f"row {b} is not padded on its left; set tokenizer.padding_side = 'left'")
+            _check_positions(model_kwargs.get("position_ids"), b, padding)
             front = input_ids[b : b + 1, :padding]
             settings = Settings(
                 max_new_tokens=config.max_length - T,
@@ -123,11 +128,25 @@ def _check(
             raise HeadwayError(f"{name} is {getattr(config, name)!r}; it is not supported: {remedy}, leave it out")
     if model_kwargs.get("inputs_embeds") is not None:
         raise HeadwayError("inputs_embeds is not supported; give input_ids")
+    more = [n for n, v in model_kwargs.items() if v is not None and n not in READ | {target.cache_kwarg}]
+    if more:
+        raise HeadwayError(f"{more[0]} is given, which the answers would be made without; leave it out")
     cache = model_kwargs.get(target.cache_kwarg)
     if cache is not None and cache.get_seq_length():
         raise HeadwayError("a cache that holds tokens is not supported; give the whole prompt and no cache")
     if streamer is not None and len(input_ids) > 1:
         raise HeadwayError(f"a streamer shows one answer, {len(input_ids)} prompts were given; give one")
+
+
+def _check_positions(position_ids: Tensor | None, b: int, padding: int) -> None:
+    """Raise HeadwayError unless row b has the positions that transformers gives it, after its padding."""
+    if position_ids is None:
+        return
+    row = position_ids[..., b if position_ids.shape[-2] > 1 else 0, padding:]
+    if not bool((row == torch.arange(row.shape[-1], device=row.device)).all()):
+        raise HeadwayError(
+            f"position_ids of row {b} are {row.tolist()}; a prompt's positions are 0, 1, ... after its padding, leave them out"
+        )
 
 
 def _pad(config: GenerationConfig) -> int:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from threading import Lock, Thread, current_thread
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 from headway.heads.common.errors import HeadwayError
 from headway.inference.drafter import Drafter
 from headway.inference.economy import Economy
@@ -24,8 +26,8 @@ from headway.inference.target import Target
 Piece = list[int] | Result | BaseException
 """New tokens; or what ends an answer."""
 
-_turns: WeakKeyDictionary[Target, Lock] = WeakKeyDictionary()
-"""Held by the engine that runs a target: a forward changes the model's modules while it runs."""
+_turns: WeakKeyDictionary[nn.Module, Lock] = WeakKeyDictionary()
+"""Held by the engine that runs a model, whichever target is around it: a forward changes the model's modules while it runs."""
 _guard = Lock()
 
 
@@ -58,7 +60,7 @@ class Engine:
         self._running: list[Job] = []
         self._thread: Thread | None = None
         self._closed = False
-        models = {target, *(drafter.targets if drafter is not None else ())}
+        models = {t.model for t in (target, *(drafter.targets if drafter is not None else ()))}
         with _guard:
             # In one order for all engines, so that none waits for another in a circle.
             self._turns = [_turns.setdefault(model, Lock()) for model in sorted(models, key=id)]

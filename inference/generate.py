@@ -167,8 +167,11 @@ def generate(
     the moment. Then the rows that run go on and it is asked again after the next round, or at once where no row runs, so
     that it may wait there. It ends when no request will come any more.
 
-    Raises HeadwayError for an empty prompt, one that does not fit the target's context, or a tree the head cannot draft.
+    Raises HeadwayError for an empty prompt, one that does not fit the target's context, a tree the head cannot draft, or a
+    batch_size below 1.
     """
+    if batch_size < 1:
+        raise HeadwayError(f"batch_size is {batch_size}; it must be at least 1")
     assert head is None or not record, "features are recorded without a head"
     drafter = as_drafter(head, policy)
     if target.mode == "plain":
@@ -347,6 +350,11 @@ class _Row:
                 break
         return taken
 
+    def take(self, token: int) -> bool:
+        """Take a token; return whether the answer goes on."""
+        self.emit([token])
+        return not self.finish_reason
+
     def _ends_in_stop_string(self) -> bool:
         # A token is at least one byte as a rule, so the last characters come from at most that many tokens and a few more.
         reach = max(len(s.encode()) for s in self.settings.stop) + 8
@@ -498,7 +506,6 @@ class _Batch:
         if self.record:
             self._record(self.rows, paths, out.tap_BNF)
         for row, tokens in zip(self.rows, emitted, strict=True):
-            tokens[:] = row.emit(tokens)
             row.accepted.append(len(tokens))
             self.on_tokens(row.request, tokens)
         done = [b for b, row in enumerate(self.rows) if row.finish_reason]
@@ -539,6 +546,7 @@ class _Batch:
             row.features.append(feature_BNF[b, path])
 
     def _accept(self, tree: Tree, logits_BNV: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        """Return each row's accepted path and the tokens that the row has taken, to the end of its answer at most."""
         if any(row.settings.greedy and not row.settings.needs_history for row in self.rows):
             best_BN1 = logits_BNV.argmax(-1, keepdim=True)
             token_BN, argmax_BN, value_BN = fetch(
@@ -549,6 +557,7 @@ class _Batch:
         walks: list[Any] = [None] * len(self.rows)
         alike: dict[Settings, list[int]] = {}
         greedy: list[int] = []
+        taken: set[int] = set()
         for b, row in enumerate(self.rows):
             settings = row.settings
             free = not settings.needs_history
@@ -558,10 +567,14 @@ class _Batch:
             elif settings.accept == "exact" and free:
                 alike.setdefault(settings, []).append(b)
             else:
-                walk = walk_typical if settings.accept == "typical" and not settings.greedy else walk_exact
                 size = tree.size_B[b] if tree.size_B is not None else len(token_BN[b])
                 tokens, parents = token_BN[b][:size], tree.parents[b][:size]
-                walks[b] = walk(tokens, parents, logits_BNV[b], settings, row.request.key, row.history)
+                given = (tokens, parents, logits_BNV[b], settings, row.request.key, row.history)
+                if settings.accept == "typical" and not settings.greedy:
+                    walks[b] = walk_typical(*given, row.eos)
+                else:
+                    walks[b] = walk_exact(*given, row.take)
+                    taken.add(b)
         for b in greedy:
             for node in walks[b][0]:
                 check_chosen(value_BN[b][node], self.rows[b].settings, len(self.rows[b].history))
@@ -577,14 +590,14 @@ class _Batch:
             )
             for b, walked in zip(group, found, strict=True):
                 walks[b] = walked
-        return [path for path, _ in walks], [emitted for _, emitted in walks]
+        emitted = [tokens if b in taken else self.rows[b].emit(tokens) for b, (_, tokens) in enumerate(walks)]
+        return [path for path, _ in walks], emitted
 
     def _later(self, committed: Committed, rows: list[_Row]) -> None:
         """Keep what was committed until the drafter drafts, or is too far behind."""
-        for b, row in enumerate(rows):
-            if not row.finish_reason:
-                row.behind.append(committed.row(b))
-                row.behind_tokens += committed.count_B[b]
+        for b, row in enumerate(rows):  # one that has ended too: it is among the state's rows until it is dropped
+            row.behind.append(committed.row(b))
+            row.behind_tokens += committed.count_B[b]
         if sum(row.behind_tokens for row in self.rows) >= MOST_BEHIND:
             self._catch_up()
 

@@ -95,8 +95,8 @@ def settings_of(config: GenerationConfig, target: Target, prompt_ids: list[int])
             temperature=1.0 if prepared.do_sample else 0.0, processors=(_as_processor(processors),), **shared
         )
     if prepared.do_sample:
-        shared |= {"temperature": prepared.temperature, "top_k": prepared.top_k or 0, "top_p": prepared.top_p or 1.0}
-        shared |= {"min_p": prepared.min_p or 0.0}
+        shared |= {"temperature": prepared.temperature, "top_k": prepared.top_k or 0, "min_p": prepared.min_p or 0.0}
+        shared["top_p"] = 1.0 if prepared.top_p is None else prepared.top_p
     minimum = max(prepared.min_new_tokens or 0, (prepared.min_length or 0) - len(prompt_ids))
     return Settings(
         repetition_penalty=prepared.repetition_penalty or 1.0,

@@ -207,9 +207,6 @@ def _settings(
     unknown = [name for name in given if name not in allowed]
     if unknown:
         raise HeadwayError(f"unknown setting {unknown[0]!r}; known here: {', '.join(allowed)}")
-    for name in ("stop", "eos_ids", "processors"):  # a list is as good
-        if isinstance(given.get(name), list):
-            given = {**given, name: tuple(given[name])}
     return replace(settings if settings is not None else Settings(), **given)
 
 

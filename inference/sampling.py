@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,10 @@ from torch import Tensor
 from headway.heads.common.errors import HeadwayError
 
 Processor = Callable[[Tensor, Tensor], Tensor]
+WHOLE = ("max_new_tokens", "top_k", "min_new_tokens", "seed")
+"""Settings that count, or name, something."""
+REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "epsilon", "delta")
+"""Settings that measure something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +57,37 @@ class Settings:
     """Strings that end the answer, wherever they fall inside tokens."""
 
     def __post_init__(self) -> None:
-        bounds = [
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
-            ("processors", all(map(callable, self.processors)), "a tuple of callables"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is off"),
-            ("accept", self.accept in ("exact", "typical"), "exact or typical"),
-            ("stop", all(self.stop), "strings that are not empty"),
-        ]
-        for name, fits, allowed in bounds:
+        for name in ("processors", "eos_ids", "stop"):  # a list is as good; rows that share settings are found by hash
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check(
+            [
+                *((name, isinstance(getattr(self, name), Integral), "a whole number") for name in WHOLE),
+                *((name, _is_finite(getattr(self, name)), "a finite number") for name in REAL),
+                ("processors", _holds(self.processors, Callable), "a tuple of callables"),
+                ("stop", _holds(self.stop, str), "a tuple of strings"),
+                ("eos_ids", self.eos_ids is None or _holds(self.eos_ids, Integral), "a tuple of token ids, or None"),
+            ]
+        )
+        self._check(
+            [
+                ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+                ("temperature", self.temperature >= 0, "0 (greedy) or more"),
+                ("top_k", self.top_k >= 0, "0 (off) or more"),
+                ("top_p", 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+                ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
+                ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "from 0 to max_new_tokens"),
+                ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is off"),
+                ("accept", self.accept in ("exact", "typical"), "exact or typical"),
+                ("epsilon", self.epsilon >= 0, "0 or more"),
+                ("delta", self.delta >= 0, "0 or more"),
+                ("stop", all(self.stop), "strings that are not empty"),
+            ]
+        )
+
+    def _check(self, known: list[tuple[str, bool, str]]) -> None:
+        """Raise HeadwayError for the first (field, whether it is as allowed, what is allowed) that is not."""
+        for name, fits, allowed in known:
             if not fits:
                 raise HeadwayError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
 
@@ -76,6 +100,14 @@ class Settings:
     def needs_history(self) -> bool:
         """Whether the scores of a token depend on the tokens before it beyond what the target makes of them."""
         return self.repetition_penalty != 1.0 or bool(self.processors)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and isfinite(value)
+
+
+def _holds(value: object, kind: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
 
 
 def process(logits_V: Tensor, settings: Settings, history: list[int]) -> Tensor:

@@ -40,7 +40,7 @@ from headway.heads.common.protocol import AdapterInfo, Frozen, Tap, TargetInfo
 from headway.heads.common.slots import seen_slots
 from headway.inference.adapter import CONFIG as ADAPTER_CONFIG
 from headway.inference.adapter import adapted, attach, attached, beside_weights, dense_weights, read_adapter
-from headway.inference.attention import use_grouped
+from headway.inference.attention import use_grouped, wide_bias
 from headway.inference.cache import SlotCache
 from headway.inference.compiled import BACKEND, Backend, CompiledTarget, check_compiler
 from headway.inference.packed import Packed, pack
@@ -349,7 +349,8 @@ class Target:
             # Told a number, some models run their upper layers on the last tokens only; taps need all tokens.
             size = token_BN.shape[1]
             logits_to_keep = torch.arange(max(0, size - logits_to_keep), size, device=token_BN.device)
-        with self._capture(taps) as captured, use_grouped(self.model), self.packed:
+        room = wide_bias(self.text_config, cache.slots.used)
+        with self._capture(taps) as captured, use_grouped(self.model), self.packed, room:
             out = self.call(token_BN, position_BN, mask, cache, logits_to_keep)
         return (out.logits, torch.cat(captured, dim=-1)) if taps else (out.logits,)
 
@@ -681,7 +682,8 @@ def _end_ids(owners: Sequence[Any]) -> tuple[int, ...]:
 def usable_positions(text_config: dict[str, Any]) -> int:
     """Return the longest context of a target: what it is configured for, but with rotary angles that change with the
     longest position of a batch (longrope, dynamic NTK), what it has before they change."""
-    configured = int(text_config.get("max_position_embeddings") or 2**31)
+    # MPT's config has `max_seq_len` alone, the size of its table of biases.
+    configured = int(text_config.get("max_position_embeddings") or text_config.get("max_seq_len") or 2**31)
     rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
     kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]  # one, or one for each layer type
     if not any(kind.get("rope_type", kind.get("type")) in ("longrope", "dynamic") for kind in kinds):

@@ -4,10 +4,12 @@ Letters: N nodes, V vocabulary.
 
 Each rule walks one row. It returns `path`, the accepted nodes with the root first, and `emitted`, the tokens committed:
 one per accepted node below the root, then the bonus token that the target chose after the last of them. So
-len(emitted) == len(path), and emitted[-1] is the next root.
+len(emitted) == len(path), and emitted[-1] is the next root, unless the answer ends.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
@@ -40,21 +42,27 @@ def walk_exact(
     settings: Settings,
     key: int,
     history: list[int],
+    take: Callable[[int], bool] = lambda token: True,
 ) -> tuple[list[int], list[int]]:
     """Draw the target's token at each node; go to the child that carries it, or stop. Lossless for any tree.
 
     The token drawn at a node is a function of the target's scores there and of noise fixed by seed, key and position: the
     emitted tokens are those that plain decoding draws, whatever the tree holds. So a tree may be grown with an eye on the
     noise (draft.py). `history` ends with the root's token; the token drawn at a node of depth d has position len(history) + d.
+
+    `take` is given each token as it is drawn and returns whether the answer goes on: what a processor allows after the last
+    one is not asked.
     """
     by_parent = {(p, token_N[n]): n for n, p in reversed(list(enumerate(parents)))}
     path: list[int] = [0]
     emitted: list[int] = []
+    history = [*history]
     while True:
-        score = process(logits_NV[path[-1]], settings, history + emitted)
-        emitted.append(choose(score, settings, key, len(history) + len(emitted)))
+        score = process(logits_NV[path[-1]], settings, history)
+        emitted.append(choose(score, settings, key, len(history)))
+        history.append(emitted[-1])
         child = by_parent.get((path[-1], emitted[-1]))
-        if child is None:
+        if not take(emitted[-1]) or child is None:
             return path, emitted
         path.append(child)
 
@@ -99,11 +107,13 @@ def walk_typical(
     settings: Settings,
     key: int,
     history: list[int],
+    eos: Collection[int] = (),
 ) -> tuple[list[int], list[int]]:
     """Accept a child whose probability exceeds min(epsilon, delta exp(-H)) at its parent; keep the longest accepted path,
     the more probable of equals; then draw the next token there. Lossy: the output is not distributed as the target's.
 
-    Only drafted tokens are judged; the bonus token is always sampled.
+    Only drafted tokens are judged; the bonus token is always sampled. Nothing follows a token of `eos`: a path that it ends has
+    no bonus token, and emits one less than it has nodes.
     """
     children = children_of(parents)
     best: tuple[int, float, list[int], list[int]] = (0, 0.0, [0], [])
@@ -113,7 +123,7 @@ def walk_typical(
         if (depth, logp) > best[:2]:
             best = (depth, logp, path, tokens)
         node = path[-1]
-        if not children[node]:
+        if not children[node] or (tokens and tokens[-1] in eos):
             continue
         probability = process(logits_NV[node], settings, history + tokens).softmax(-1)
         threshold = typical_threshold(probability, settings.epsilon, settings.delta)
@@ -123,5 +133,7 @@ def walk_typical(
                 step = float(probability[token_N[child]].log())
                 stack.append((depth + 1, logp + step, [*path, child], [*tokens, token_N[child]]))
     _, _, path, tokens = best
+    if tokens and tokens[-1] in eos:
+        return path, tokens
     score = process(logits_NV[path[-1]], settings, history + tokens)
     return path, [*tokens, choose(score, settings, key, len(history) + len(tokens))]

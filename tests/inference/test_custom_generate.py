@@ -20,7 +20,7 @@ from headway import headway_generate
 from headway.heads.common.errors import HeadwayError
 from headway.inference.target import Target
 from tests.inference.helpers import POLICIES, PROMPTS, encode, random_head
-from tests.tiny import byte_tokenizer, llama4, llama12, target
+from tests.tiny import build, byte_tokenizer, llama4, llama12, target
 
 PAD = 0
 NO_END = {"eos_token_id": 10**6, "pad_token_id": PAD}
@@ -142,3 +142,18 @@ def test_right_padding_and_other_models_are_refused(twelve: Target) -> None:
         twelve.model.generate(**inputs, custom_generate=headway_generate(twelve), max_new_tokens=4, **NO_END)
     with pytest.raises(HeadwayError, match="another model"):
         llama4().generate(**batch("a"), custom_generate=headway_generate(twelve), max_new_tokens=4, **NO_END)
+
+
+def test_what_the_loop_would_not_read_is_refused() -> None:
+    """transformers hands a model's own arguments through; an answer made without them would be another."""
+    model = build(3, model_type="gpt2", num_hidden_layers=2, num_key_value_heads=4)
+    t = target(model)
+    inputs, kwargs = batch(*PROMPTS[:2]), {"max_new_tokens": 6, "do_sample": False, **NO_END}
+    place = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    want = model.generate(**inputs, **kwargs)
+    for loop in (None, headway_generate(t)):
+        assert model.generate(**inputs, position_ids=place, custom_generate=loop, **kwargs).tolist() == want.tolist()
+    for name, value in (("position_ids", place + 3), ("token_type_ids", torch.full_like(place, 7))):
+        assert model.generate(**inputs, **{name: value}, **kwargs).tolist() != want.tolist()
+        with pytest.raises(HeadwayError, match=f"^{name} "):
+            model.generate(**inputs, **{name: value}, custom_generate=headway_generate(t), **kwargs)

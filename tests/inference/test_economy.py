@@ -243,6 +243,22 @@ def test_a_prompt_is_read_by_the_drafter_when_it_first_drafts(twelve: Target) ->
     assert started
 
 
+def test_a_row_may_end_when_another_is_too_far_behind(twelve: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row drafted until now and ends in the plain round that takes the others over the limit."""
+    monkeypatch.setattr(decoding, "MOST_BEHIND", 20)
+    drafter = as_drafter(random_head("eagle3", twelve, noise=9.0), DynamicTree(2, 2, 5))
+    counts = {3: 3, 5: 20, 2: 2, 18: 20}
+    requests = [
+        Request(list(range(size)), Settings(max_new_tokens=count, eos_ids=()), id=size)
+        for size, count in counts.items()
+    ]
+    # The first two draft; where the third ends the last enters, whose 18 tokens and two new ones are the limit.
+    results = list(generate(twelve, requests, head=drafter, batch_size=3, economy=Script("pdpppppp")))
+    assert {r.id: r.token_ids for r in results} == {
+        size: hf_greedy(twelve.model, list(range(size)), count) for size, count in counts.items()
+    }
+
+
 def test_the_places_of_rows_that_stay() -> None:
     assert decoding._closed_up([0, 1, 2], 0) == [0, 1, 2]
     assert decoding._closed_up([0, 2, 5], 0) == [0, 5, 2]

@@ -175,6 +175,7 @@ REFUSED: dict[str, Any] = {
     "output_logits": True,
     "output_scores": True,
     "penalty_alpha": 0.6,
+    "top_p": 0.0,
     "prompt_lookup_num_tokens": 3,
     "return_dict_in_generate": True,
     "token_healing": True,
@@ -596,3 +597,28 @@ def test_requests_may_come_while_rows_run(twelve: Target) -> None:
     assert list(generate(twelve, iter([None, None]), batch_size=2)) == []
     plain = Target(twelve.model, None, "plain", mode="plain")
     assert [result.id for result in generate(plain, iter([None, Request([1], short, id=7), None]))] == [7]
+
+
+def test_targets_around_one_model_take_turns(twelve: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass changes the model's modules while it runs: two at once would read one another's features."""
+    twin = Target(twelve.model, twelve.tokenizer, "twin", mode="tree")
+    running, most = 0, []
+    forward = Target.forward
+
+    def counted(self: Target, *args: Any, **kwargs: Any) -> Any:
+        nonlocal running
+        running += 1
+        most.append(running)
+        time.sleep(0.002)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(Target, "forward", counted)
+    head = random_head("eagle3", twelve)
+    with Generator(twelve, head) as first, Generator(twin, head) as second:
+        streams = [made.stream("Hi", max_new_tokens=20, **FREE) for made in (first, second)]
+        texts = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
+    assert max(most) == 1
+    assert texts[0] == texts[1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headway.data.chat import prompt_ids
+from headway.heads.common.errors import HeadwayError
 from headway.heads.common.protocol import Head
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
@@ -228,3 +229,9 @@ def test_the_real_model(real_model: Path) -> None:
                 assert result.token_ids == want
             (result,) = generate(t, [Request(ids, sampled)], head=head, policy=POLICIES["dynamic"])
             assert result.token_ids == drawn
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_no_rows_at_a_time_is_refused(twelve: Target, batch_size: int) -> None:
+    with pytest.raises(HeadwayError, match=f"batch_size is {batch_size}"):
+        list(generate(twelve, [Request(encode("a"))], batch_size=batch_size))

@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headway.heads.common.errors import HeadwayError
+from headway.inference import probe
+from headway.inference.drafter import as_drafter
+from headway.inference.drafters.draft_model import ModelDrafter
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Settings
 from headway.inference.target import Target, usable_positions
+from headway.inference.tree import chain
 from tests.inference.helpers import POLICIES, PROMPTS, answer, encode, hf_greedy, random_head
 from tests.tiny import build, target
 
@@ -194,3 +199,40 @@ def test_a_longrope_target_ends_at_its_original_length() -> None:
             want = hf_greedy(t.model, encode(result.id), 32 - len(result.id))
             assert result.token_ids == want
             assert result.finish_reason == "context"
+
+
+def mpt(seed: int, places: int, **changes: Any) -> PreTrainedModel:
+    """A model with ALiBi of slots, its config as the hub's are: without `max_position_embeddings`."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        "mpt", d_model=64, n_layers=2, n_heads=4, max_seq_len=places, vocab_size=272, initializer_range=0.6, **changes
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("seed", [1, 4, 5])
+def test_a_bias_by_slots_is_found_out(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sibling or two move it by less than may be rounding, in bfloat16 at least; the config tells, and so do many."""
+    t = target(mpt(seed, 256))
+    assert t.mode == "chain"
+    assert Target(mpt(seed, 256).bfloat16(), None, "half").mode == "chain"
+    monkeypatch.setattr(probe, "_has_alibi", lambda config: False)
+    assert target(mpt(seed, 256)).mode == "chain"
+    monkeypatch.setattr(probe, "SIBLINGS", 1)
+    assert target(mpt(seed, 256)).mode == "tree", "the test can fail"
+
+
+@pytest.mark.parametrize("size", [1, 33, 38, 39])
+@pytest.mark.parametrize("drafter", ["medusa", "itself"])
+def test_a_bias_by_slots_to_the_end_of_the_context(drafter: str, size: int) -> None:
+    """What is drafted there lies beyond the table of the bias."""
+    t = target(mpt(3, 40))
+    assert t.max_positions == 40
+    made = as_drafter(random_head("medusa", t), chain(4)) if drafter == "medusa" else ModelDrafter(t, chain(4))
+    prompt = [(7 * i * i + 3) % 250 for i in range(size)]
+    requests = [Request(ids, Settings(max_new_tokens=60, eos_ids=()), id=len(ids)) for ids in (prompt, prompt[:1] * 2)]
+    for result in generate(t, requests, head=made, batch_size=2):
+        ids = prompt if result.id == size else prompt[:1] * 2
+        assert result.token_ids == hf_greedy(t.model, ids, 40 - len(ids))
+        assert result.finish_reason == "context"
+    assert t.model.config.max_seq_len == 40

@@ -22,7 +22,9 @@ from headway.heads.common.errors import HeadwayError
 from headway.inference.generate import Request, generate, plain
 from headway.inference.sampling import Processor, Settings
 from headway.inference.target import Target
+from headway.inference.tree import chain
 from tests.inference.helpers import POLICIES, PROMPTS, answer, encode, hf_greedy, random_head
+from tests.inference.test_oracle import Oracle
 from tests.tiny import llama12, target
 
 PROMPT = encode("The cat sat on the cat")
@@ -112,6 +114,44 @@ def test_min_new_tokens(twelve: Target, policy: str | None) -> None:
     assert plain(twelve, PROMPT, Settings(min_new_tokens=11, **fields)) == want
 
 
+class EndsThere:
+    """A grammar that an answer leaves with its last token: asked what comes after that, it allows nothing, or fails."""
+
+    def __init__(self, text: list[int], fails: bool) -> None:
+        self.text, self.fails = text, fails
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if ids[0].tolist() != self.text:
+            return scores
+        assert not self.fails, "asked after the end"
+        return torch.full_like(scores, -torch.inf)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("end", ["eos_ids", "max_new_tokens", "ends", "stop", "typical"])
+def test_a_processor_is_not_asked_after_the_end(twelve: Target, end: str, fails: bool) -> None:
+    """A draft that is right goes on after the last token; the answer does not."""
+    free = hf_greedy(twelve.model, PROMPT, 12)
+    text = PROMPT + free[:4]
+    fields: dict[str, Any] = {"max_new_tokens": 12, "eos_ids": (), "processors": (EndsThere(text, fails),)}
+    ends = None
+    if end == "eos_ids":
+        fields["eos_ids"] = (free[3],)
+    elif end == "typical":
+        fields |= {"eos_ids": (free[3],), "accept": "typical", "temperature": 1e-3, "top_k": 1}
+    elif end == "max_new_tokens":
+        fields["max_new_tokens"] = 4
+    elif end == "stop":
+        fields["stop"] = (twelve.tokenizer.decode(free[:4]),)
+    else:
+        ends = text.__eq__
+    head = Oracle(twelve, [PROMPT + free], lambda round, depth: 0)
+    request = Request(PROMPT, Settings(**fields), ends=ends)
+    (result,) = generate(twelve, [request], head=head, policy=chain(5))
+    assert result.token_ids == plain(twelve, PROMPT, request.settings, ends=ends) == free[:4]
+    assert (result.rounds, result.accepted_per_round) == (1, [3])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("head", [False, True])
 def test_everything_excluded(twelve: Target, temperature: float, head: bool) -> None:
@@ -153,8 +193,39 @@ def test_wrong_shape(twelve: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"min_new_tokens": 9, "max_new_tokens": 8}, {"min_new_tokens": -1}, {"processors": (3,)}]
+    "fields",
+    [
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"min_new_tokens": -1},
+        {"processors": (3,)},
+        {"processors": len},
+        {"stop": "END"},  # as a tuple it would be three stop strings
+        {"stop": (3,)},
+        {"stop": ("",)},
+        {"eos_ids": 3},
+        {"eos_ids": (3, "x")},
+        {"max_new_tokens": 4.5},
+        {"max_new_tokens": "5"},
+        {"top_k": 3.5},
+        {"seed": None},
+        {"temperature": None},
+        {"temperature": float("inf")},
+        {"top_p": float("nan")},
+        {"repetition_penalty": float("inf")},
+        {"epsilon": -0.1},
+        {"epsilon": float("nan")},
+        {"delta": -1.0},
+    ],
+    ids=str,
 )
 def test_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(HeadwayError, match=next(iter(fields))):
+    with pytest.raises(HeadwayError, match=f"^{next(iter(fields))} is "):
         Settings(**fields)
+
+
+def test_a_list_is_as_good_as_a_tuple(twelve: Target) -> None:
+    fields: dict[str, Any] = {"eos_ids": [3], "stop": ["no"], "processors": [SuppressTokensLogitsProcessor([7])]}
+    settings = Settings(max_new_tokens=4, temperature=1.0, **fields)
+    assert settings == Settings(max_new_tokens=4, temperature=1.0, **{k: tuple(v) for k, v in fields.items()})
+    (result,) = generate(twelve, [Request(PROMPT, settings)], head=random_head("medusa", twelve))
+    assert result.token_ids == plain(twelve, PROMPT, settings)
