@@ -243,6 +243,10 @@ BAD = {
     "generate: not UTF-8": ([*GENERATE, "--prompt", "a\udcff"], "not UTF-8"),
     "convert: no answers": (["convert", "-t", "target", "-p", "prompts.jsonl", "--out", "d"], "no answer"),
     "tune: no head": (["tune", "-t", "target", "--head", "nobody/none", "-p", "prompts.jsonl"], "give a local one"),
+    "tune: held out": (
+        ["tune", "-t", "target", "--head", "eagle3", "-p", "prompts.jsonl", "--held-out", "1"],
+        "held-out share is 1",
+    ),
     "tune: other target": (["tune", "-t", "other", "--head", "eagle3", "-p", "prompts.jsonl"], "other has"),
     "prompts: greedy": (["prompts", "-t", "target", "--count", "3", "--out", "p", "--temperature", "0"], "same prompt"),
     "train: no recipe": (["train", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
