@@ -203,6 +203,24 @@ def test_ctrl_c_saves_and_the_same_call_continues(recipe: Make, tiny: Target, tm
     assert same(weights(cut), weights(whole))
 
 
+@pytest.mark.parametrize("signals", ["SIGINT SIGTERM SIGTERM", "SIGINT SIGINT", "SIGTERM"])
+def test_what_a_launcher_makes_of_ctrl_c_saves_too(recipe: Make, tiny: Target, signals: str) -> None:
+    """accelerate hands a SIGTERM on beside the terminal's SIGINT, torchrun another SIGINT, a scheduler SIGTERM alone."""
+    config = recipe(save_every=0)
+    sent = [signal.Signals[name] for name in signals.split()]
+    with interrupted_in_step(3, Medusa, sent), pytest.raises(Interrupted, match="stopped at step 3 of 6"):
+        train(config, target=tiny)
+    assert (Path(config.out) / "state" / "step-3").is_dir()
+
+
+def test_ctrl_c_again_stops_at_once(recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "ECHO", 0.0)
+    config = recipe(save_every=0)
+    with interrupted_in_step(3, Medusa, [signal.SIGINT] * 2), pytest.raises(KeyboardInterrupt) as stopped:
+        train(config, target=tiny)
+    assert not isinstance(stopped.value, Interrupted)
+
+
 def test_a_finished_run_is_left_as_it_is(recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe()
     metrics = train(config, target=tiny)
