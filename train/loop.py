@@ -84,7 +84,7 @@ def steps(run: Run) -> dict[str, Any]:
     line = Line(run.total_steps, show=accelerator.is_main_process)
     resumed_at, saved_at = progress.step, progress.step if progress.step else -1
     metrics: dict[str, Any] = {}
-    with interruptible() as interrupted:
+    with interruptible(accelerator.is_main_process) as interrupted:
         while True:
             overrun = config.max_seconds is not None and progress.seconds > OVERRUN * config.max_seconds
             done = progress.step >= run.total_steps or anywhere(accelerator, overrun)
@@ -390,8 +390,8 @@ def anywhere(accelerator: Accelerator, flag: bool) -> bool:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Inside, Ctrl-C or SIGTERM sets the event, and a later Ctrl-C interrupts at once."""
+def interruptible(show: bool = True) -> Iterator[threading.Event]:
+    """Inside, Ctrl-C or SIGTERM sets the event, and says so where `show`; a later Ctrl-C interrupts at once."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
@@ -403,7 +403,8 @@ def interruptible() -> Iterator[threading.Event]:
         if not event.is_set():
             event.set()
             first = time.monotonic()
-            os.write(2, b"\ntrain: finishing the step, then saving (Ctrl-C again stops at once)\n")
+            if show:
+                os.write(2, b"\ntrain: finishing the step, then saving (Ctrl-C again stops at once)\n")
         elif number == signal.SIGINT and time.monotonic() - first >= ECHO:
             raise KeyboardInterrupt
 
