@@ -1203,7 +1203,7 @@ def import_command(
     target_adapter: AdapterOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Make a head of one that another program trained or serves: EAGLE, EAGLE-3 and Medusa, in any layout."""
+    """Make a head of one that another program trained or serves: EAGLE, EAGLE-3, P-EAGLE and Medusa."""
     from headway.foreign_commands import import_head
 
     import_head(folder, target, out, layout, revision, device, target_adapter)
