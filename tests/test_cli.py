@@ -526,7 +526,7 @@ def test_an_interrupted_bench_writes_what_it_has(run: Run, tmp_path: Path, monke
     monkeypatch.setattr(measure, "_headway_run", real)
     code, out, err = run(*BENCH, "--prompts", "prompts.jsonl", "--out", str(tmp_path / "r.json"))
     assert code == 0
-    assert "1 parts were measured before" in err
+    assert "1 part was measured before" in err
     report = json.loads((tmp_path / "r.json").read_text())
     assert [report["prompts"][key] for key in ("count", "continued", "interrupted")] == [3, 1, False]
     assert "measured before" not in run(*BENCH, "--prompts", "prompts.jsonl")[2]
