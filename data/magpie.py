@@ -114,8 +114,8 @@ class _Draws:
 
     @property
     def ready(self) -> int:
-        """Prompts kept, and draws that wait for an earlier one to be judged."""
-        return self.counts["kept"] + len(self._waiting)
+        """Prompts kept, and draws that wait for an earlier one to be judged; at most those wanted."""
+        return min(self.count, self.counts["kept"] + len(self._waiting))
 
     def requests(self, progress: Progress) -> Iterator[Request]:
         """Yield draws not done yet, until there are enough or time is up."""

@@ -57,10 +57,12 @@ class Progress:
     def __str__(self) -> str:
         elapsed = max(self.elapsed, 1e-9)
         known = self.total is not None and self.done
-        by_items = ((self.total or 0) - self.done) * elapsed / self.done if known else float("inf")
+        by_items = max(0, (self.total or 0) - self.done) * elapsed / self.done if known else float("inf")
         by_time = float("inf") if self.seconds is None else max(0.0, self.seconds - elapsed)
         left = min(by_items, by_time)
         eta = f", {_clock(left)} left" if left < float("inf") else ""
+        if self.out_of_time:
+            eta = ", time is up: what is under way is finished"
         # A total that the time will not allow says nothing.
         of = f"/{self.total}" if self.total is not None and by_items <= by_time else ""
         return f"{self.what} {self.done}{of}, {self.tokens} tokens, {self.tokens / elapsed:.0f} tokens/s{eta}{self._more()}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="headway",
-    help="Train Medusa and EAGLE-3 heads on a frozen language model, and decode with them.",
+    help="Train Medusa, Hydra and EAGLE heads on a frozen language model, and decode with them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -76,7 +76,11 @@ HoldOutOption = Annotated[
     float, typer.Option("--hold-out", help="Leave out this share of the rows, always the same ones, by the hash of id.")
 ]
 HeldOutOption = Annotated[
-    float, typer.Option("--held-out", help="Use only the rows that --hold-out of the same share leaves out; 0: all.")
+    float,
+    typer.Option(
+        "--held-out",
+        help="Use only this share of the rows, the lowest hashes of id, which --hold-out leaves out and training holds out; 0: all.",
+    ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first N rows of each prompts file.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -148,7 +152,7 @@ def _version(asked: bool) -> None:
 def _options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    """Train Medusa and EAGLE heads on a frozen language model, and decode with them."""
+    """Train Medusa, Hydra and EAGLE heads on a frozen language model, and decode with them."""
 
 
 @command("generate")
@@ -157,7 +161,7 @@ def generate_command(
     head: Annotated[
         str | None, typer.Option(help="Head folder, run folder or hub id (user/name@revision); none: plainly.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="A user's words.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Text file; - is standard input.")] = None,
     max_new_tokens: NewTokensOption = 128,
     min_new_tokens: Annotated[int, typer.Option(min=0, help="No end of the answer before that many.")] = 0,
@@ -876,6 +880,7 @@ def tune_command(
     head: Annotated[str, typer.Option(help="Head folder or run folder; the tree is kept in it.")],
     prompts: PromptsOption,
     limit: Annotated[int, typer.Option(min=1, help="Use the first N rows of each prompts file.")] = 12,
+    held_out: HeldOutOption = 0.0,
     max_new_tokens: NewTokensOption = 64,
     minutes: Annotated[float | None, typer.Option(help="Begin no calibration answer after so long.")] = None,
     chat_template: TemplateOption = None,
@@ -915,7 +920,7 @@ def tune_command(
     )
     use_template(tokenizer, chat_template)
     inputs.check_head(source, info, other_target)
-    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit)
+    chosen = inputs.bench_prompts(prompts, tokenizer, info, limit, held_out)
     loaded = inputs.load_target(target, dtype, device, revision, tokenizer, compile=compile, **carried)
     unfinished = inputs.unfinished("tune", loaded, [source], chosen, {"max_new_tokens": max_new_tokens})
     progress = Progress("tune: answers", len(chosen) - len(unfinished.done), seconds=seconds)
@@ -1170,10 +1175,10 @@ def export_command(
     to: Annotated[str, typer.Option("--to", help=f"Layout: {LAYOUT_HELP}.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="What the target is called in the export; the head's own.")
+        str | None, typer.Option("--target", "-t", help="What the target is called in the export; else as in the head.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16 for the weights; the head's own.")
+        str | None, typer.Option(help="float32, bfloat16 or float16 for the weights; else the head's.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Prove it as `headway check` does; exit code 1 if it fails.")
@@ -1198,7 +1203,7 @@ def import_command(
     target_adapter: AdapterOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Make a head of one that another program trained or serves: EAGLE, EAGLE-3 and Medusa, in any layout."""
+    """Make a head of one that another program trained or serves: EAGLE, EAGLE-3, P-EAGLE and Medusa."""
     from headway.foreign_commands import import_head
 
     import_head(folder, target, out, layout, revision, device, target_adapter)
@@ -1211,7 +1216,7 @@ def check_command(
     head: Annotated[str | None, typer.Option(help="The head that was exported: folder, run folder or hub id.")] = None,
     layout: Annotated[str | None, typer.Option("--as", help=f"Layout, where it is not clear: {LAYOUT_HELP}.")] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompts", "-p", help="A file of prompts; four of its own without.")
+        list[str] | None, typer.Option("--prompts", "-p", help="A file of prompts; else four that come with it.")
     ] = None,
     limit: LimitOption = None,
     max_new_tokens: NewTokensOption = 48,

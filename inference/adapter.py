@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 def require_peft() -> None:
     """Raise HeadwayError where PEFT is not installed."""
     if find_spec("peft") is None:
-        raise HeadwayError("adapters are put on by PEFT, which is not installed; run `pip install headway[peft]`")
+        raise HeadwayError("adapters are put on by PEFT, which is not installed; run `pip install 'headway[peft]'`")
 
 
 def read_adapter(given: str | Path) -> AdapterInfo:

@@ -51,7 +51,7 @@ class Unfinished:
             self._give_up(e)
         if self.done:
             print(
-                f"{what}: continued, {len(self.done)} parts were measured before (delete {self.path} to begin anew)",
+                f"{what}: continued, {self._parts('was', 'were')} measured before (delete {self.path} to begin anew)",
                 file=sys.stderr,
             )
 
@@ -67,6 +67,9 @@ class Unfinished:
         except OSError as e:  # a full disk: the measurement goes on
             self._give_up(e)
 
+    def _parts(self, one: str, several: str) -> str:
+        return f"1 part {one}" if len(self.done) == 1 else f"{len(self.done)} parts {several}"
+
     def _give_up(self, error: Exception) -> None:
         print(f"{self.what}: {self.path} cannot be written ({error}); after Ctrl-C it begins anew", file=sys.stderr)
         self.path = Path(os.devnull)
@@ -80,7 +83,7 @@ class Unfinished:
             if self.path == Path(os.devnull):
                 raise Interrupted("interrupted: nothing could be kept; the same command begins anew") from None
             raise Interrupted(
-                f"interrupted: {len(self.done)} parts are kept; the same command measures the others"
+                f"interrupted: {self._parts('is', 'are')} kept; the same command measures the others"
             ) from None
 
     def finish(self) -> None:

@@ -243,6 +243,10 @@ BAD = {
     "generate: not UTF-8": ([*GENERATE, "--prompt", "a\udcff"], "not UTF-8"),
     "convert: no answers": (["convert", "-t", "target", "-p", "prompts.jsonl", "--out", "d"], "no answer"),
     "tune: no head": (["tune", "-t", "target", "--head", "nobody/none", "-p", "prompts.jsonl"], "give a local one"),
+    "tune: held out": (
+        ["tune", "-t", "target", "--head", "eagle3", "-p", "prompts.jsonl", "--held-out", "1"],
+        "held-out share is 1",
+    ),
     "tune: other target": (["tune", "-t", "other", "--head", "eagle3", "-p", "prompts.jsonl"], "other has"),
     "prompts: greedy": (["prompts", "-t", "target", "--count", "3", "--out", "p", "--temperature", "0"], "same prompt"),
     "train: no recipe": (["train", "nowhere.yaml"], "no recipe 'nowhere.yaml'"),
@@ -522,7 +526,7 @@ def test_an_interrupted_bench_writes_what_it_has(run: Run, tmp_path: Path, monke
     monkeypatch.setattr(measure, "_headway_run", real)
     code, out, err = run(*BENCH, "--prompts", "prompts.jsonl", "--out", str(tmp_path / "r.json"))
     assert code == 0
-    assert "1 parts were measured before" in err
+    assert "1 part was measured before" in err
     report = json.loads((tmp_path / "r.json").read_text())
     assert [report["prompts"][key] for key in ("count", "continued", "interrupted")] == [3, 1, False]
     assert "measured before" not in run(*BENCH, "--prompts", "prompts.jsonl")[2]

@@ -87,7 +87,7 @@ def test_a_second_push_sends_nothing(hub: HubServer, run: Path, capsys: pytest.C
     second = push_to_hub(run, "me/medusa")
     assert (second.commit, second.uploaded) == (first.commit, False)
     assert hub.asked("PUT", "/lfs/") == hub.asked("POST", "/commit/") == 1
-    assert "holds a medusa head" in capsys.readouterr().err
+    assert "holds a head (medusa, for " in capsys.readouterr().err
 
 
 def test_a_head_that_takes_anothers_place_takes_its_tree_away(hub: HubServer, root: Path, run: Path) -> None:

@@ -226,7 +226,8 @@ class TrainConfig:
     def _check_shard_target(self) -> None:
         if self.shard_target and self.max_seconds is not None:
             raise HeadwayError(
-                "max_seconds is timed by one process, and with shard_target none can run the target alone; give max_steps"
+                "max_seconds is timed by one process, and with shard_target none can run the target alone; give max_steps and "
+                "max_seconds=null"
             )
         if self.shard_target and self.target_device is not None:
             raise HeadwayError("shard_target splits the target over all devices; leave out target_device")

@@ -26,7 +26,7 @@ def launch(config: TrainConfig) -> Accelerator:
     asked = next((kind for name, kind in ENGINES.items() if os.environ.get(name, "false").lower() == "true"), None)
     if asked == DistributedType.DEEPSPEED and find_spec("deepspeed") is None:
         raise HeadwayError(
-            "accelerate was told to use DeepSpeed, which is not installed; run `pip install headway[deepspeed]`"
+            "accelerate was told to use DeepSpeed, which is not installed; run `pip install 'headway[deepspeed]'`"
         )
     trackers = None if config.tracker == "none" else [config.tracker]
     no_gpu = world_size > 1 and not torch.cuda.is_available()

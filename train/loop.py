@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 OVERRUN = 1.25
 """A run with max_seconds ends early once it took this much more: the machine became slower than it was measured."""
 
+ECHO = 2.0
+"""Seconds in which another Ctrl-C is taken for the first one, which launchers hand on to the processes that had it already."""
+
 
 def train(
     config: TrainConfig, *, argv: Sequence[str] = (), target: Target | None = None, shared: Memory | None = None
@@ -81,7 +84,7 @@ def steps(run: Run) -> dict[str, Any]:
     line = Line(run.total_steps, show=accelerator.is_main_process)
     resumed_at, saved_at = progress.step, progress.step if progress.step else -1
     metrics: dict[str, Any] = {}
-    with interruptible() as interrupted:
+    with interruptible(accelerator.is_main_process) as interrupted:
         while True:
             overrun = config.max_seconds is not None and progress.seconds > OVERRUN * config.max_seconds
             done = progress.step >= run.total_steps or anywhere(accelerator, overrun)
@@ -387,21 +390,28 @@ def anywhere(accelerator: Accelerator, flag: bool) -> bool:
 
 
 @contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Inside, Ctrl-C sets the event, and a second one interrupts at once."""
+def interruptible(show: bool = True) -> Iterator[threading.Event]:
+    """Inside, Ctrl-C or SIGTERM sets the event, and says so where `show`; a later Ctrl-C interrupts at once."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
+    first = 0.0
 
     def handler(number: int, frame: FrameType | None) -> None:
-        if event.is_set():
+        nonlocal first
+        if not event.is_set():
+            event.set()
+            first = time.monotonic()
+            if show:
+                os.write(2, b"\ntrain: finishing the step, then saving (Ctrl-C again stops at once)\n")
+        elif number == signal.SIGINT and time.monotonic() - first >= ECHO:
             raise KeyboardInterrupt
-        event.set()
-        os.write(2, b"\ntrain: finishing the step, then saving (Ctrl-C again stops at once)\n")
 
-    before = signal.signal(signal.SIGINT, handler)
+    # SIGTERM is what accelerate makes of Ctrl-C (it kills five seconds later) and what a scheduler sends.
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

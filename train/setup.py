@@ -197,7 +197,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     """Return the accelerator, refusing what is not there or not supported."""
     if config.tracker != "none" and find_spec(config.tracker) is None:
         raise HeadwayError(
-            f"tracker is {config.tracker!r}, which is not installed; run `pip install headway[{config.tracker}]` or "
+            f"tracker is {config.tracker!r}, which is not installed; run `pip install 'headway[{config.tracker}]'` or "
             "set tracker=none"
         )
     accelerator = launch(config)

@@ -8,6 +8,7 @@ if not __package__:  # run as a file: take this checkout's headway, and nothing 
 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {spell_os_error(e)}", file=sys.stderr)
         return 2
     except Interrupted as e:
-        print(f"train: {e}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several processes one says it
+            print(f"train: {e}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         print("train: stopped; the same command continues from the last saved state", file=sys.stderr)

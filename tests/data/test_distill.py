@@ -267,6 +267,19 @@ def test_progress_tells_rate_and_time_left(
     assert "2 dialogs, 8 tokens; ended by stop 2, length 0" in capsys.readouterr().err
 
 
+def test_progress_past_its_total_or_its_time_leaves_no_negative_time() -> None:
+    from headway.data.progress import Progress
+
+    progress = Progress("prompts", 2)
+    progress._start -= 20
+    progress.done = 3
+    assert str(progress) == "prompts 3/2, 0 tokens, 0 tokens/s, 0:00 left"
+    progress = Progress("prompts", 100, seconds=10)
+    progress._start -= 20
+    progress.done = 3
+    assert str(progress) == "prompts 3, 0 tokens, 0 tokens/s, time is up: what is under way is finished"
+
+
 def test_history_keeps_reasoning_for_the_template_to_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target()
     target.tokenizer.chat_template = THINK  # type: ignore[union-attr]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 from byte_tokenizer import IM_END
@@ -13,9 +16,11 @@ from headway.data.magpie import write_prompts
 from headway.data.manifest import read_json
 from headway.data.prompts import read_rows
 from headway.heads.common.errors import HeadwayError, Interrupted
-from headway.inference.generate import Request
+from headway.inference.generate import Request, Result
 from headway.inference.sampling import Settings
+from headway.inference.target import Target
 
+Engine = TypeVar("Engine", bound=Callable[..., Iterator[Result]])
 DRAWN = [
     ("One?", "stop"),
     ("  ", "stop"),
@@ -30,7 +35,7 @@ def by_draw(request: Request) -> tuple[str, str]:
     return DRAWN[request.key] if request.key < len(DRAWN) else (f"Number {request.key}?", "stop")
 
 
-def use(monkeypatch: pytest.MonkeyPatch, script: Script) -> Script:
+def use(monkeypatch: pytest.MonkeyPatch, script: Engine) -> Engine:
     monkeypatch.setattr(headway.data.magpie, "generate", script)
     return script
 
@@ -46,6 +51,22 @@ def test_draws_are_filtered_and_counted(tmp_path: Path, monkeypatch: pytest.Monk
     assert tiny_target().tokenizer.decode(request.prompt_ids) == "<|im_start|>user\n"  # type: ignore[union-attr]
     assert request.settings.eos_ids == (IM_END,)
     assert request.settings.stop == ()
+
+
+def test_progress_counts_no_more_prompts_than_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def first_one_last(target: Target, requests: Iterator[Request], **kwargs: Any) -> Iterator[Result]:
+        first, *others = islice(requests, 6)
+        return script(target, [*others, first], **(kwargs | {"batch_size": 1}))
+
+    script = Script(lambda request: (f"Number {request.key}?", "stop"))
+    use(monkeypatch, first_one_last)
+    monkeypatch.setattr("headway.data.progress.time.monotonic", count(step=60).__next__)
+    write_prompts(tiny_target(), tmp_path / "p.jsonl", 3, batch_size=6)
+    said = capsys.readouterr().err
+    assert "prompts 3/3" in said
+    assert "prompts 4/3" not in said
 
 
 @pytest.mark.parametrize("after", range(7))

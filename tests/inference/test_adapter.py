@@ -237,7 +237,7 @@ def test_merging_that_changes_the_logits_is_refused(adapter: Path, monkeypatch: 
 
 def test_without_peft_the_remedy_is_said(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.inference.adapter.find_spec", lambda name: None)
-    with pytest.raises(HeadwayError, match=r"pip install headway\[peft\]"):
+    with pytest.raises(HeadwayError, match=r"pip install 'headway\[peft\]'"):
         read_adapter(adapter)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,17 @@ def log_of(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def interrupted_in_step(number: int, head: type[Head]) -> Iterator[None]:
-    """Inside, Ctrl-C comes in the midst of step `number`, from 1, of training a head."""
+def interrupted_in_step(
+    number: int, head: type[Head], signals: Sequence[signal.Signals] = (signal.SIGINT,)
+) -> Iterator[None]:
+    """Inside, Ctrl-C or other signals come in the midst of step `number`, from 1, of training a head."""
     real, calls = head.loss, []
 
     def loss(self: Head, batch: Batch) -> LossReport:
         calls.append(1)
         if len(calls) == number:
-            signal.raise_signal(signal.SIGINT)
+            for each in signals:
+                signal.raise_signal(each)
         return real(self, batch)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -203,6 +203,44 @@ def test_ctrl_c_saves_and_the_same_call_continues(recipe: Make, tiny: Target, tm
     assert same(weights(cut), weights(whole))
 
 
+@pytest.mark.parametrize("signals", ["SIGINT SIGTERM SIGTERM", "SIGINT SIGINT", "SIGTERM"])
+def test_what_a_launcher_makes_of_ctrl_c_saves_too(recipe: Make, tiny: Target, signals: str) -> None:
+    """accelerate hands a SIGTERM on beside the terminal's SIGINT, torchrun another SIGINT, a scheduler SIGTERM alone."""
+    config = recipe(save_every=0)
+    sent = [signal.Signals[name] for name in signals.split()]
+    with interrupted_in_step(3, Medusa, sent), pytest.raises(Interrupted, match="stopped at step 3 of 6"):
+        train(config, target=tiny)
+    assert (Path(config.out) / "state" / "step-3").is_dir()
+
+
+def test_ctrl_c_again_stops_at_once(recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "ECHO", 0.0)
+    config = recipe(save_every=0)
+    with interrupted_in_step(3, Medusa, [signal.SIGINT] * 2), pytest.raises(KeyboardInterrupt) as stopped:
+        train(config, target=tiny)
+    assert not isinstance(stopped.value, Interrupted)
+
+
+def test_one_process_speaks_of_ctrl_c(
+    recipe: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for is_main, said in ((True, 1), (False, 0)):
+        with loop.interruptible(is_main):
+            signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err.count("finishing the step") == said
+
+    def stopped(*given: Any, **named: Any) -> None:
+        raise Interrupted("stopped at step 3 of 6")
+
+    monkeypatch.setattr(loop, "train", stopped)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe().to_json()))
+    for rank, said in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert main([str(file)]) == 130
+        assert capfd.readouterr().err.count("stopped at step 3") == said
+
+
 def test_a_finished_run_is_left_as_it_is(recipe: Make, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe()
     metrics = train(config, target=tiny)

@@ -241,7 +241,7 @@ def test_fsdp1_is_refused() -> None:
 
 def test_a_split_target_is_timed_by_nobody(make: Make) -> None:
     for changes, named in (
-        ({"max_seconds": 9}, "give max_steps"),
+        ({"max_seconds": 9}, "give max_steps and max_seconds=null"),
         ({"target_device": "cpu"}, "leave out target_device"),
     ):
         with pytest.raises(HeadwayError, match=named):

@@ -128,7 +128,7 @@ def test_a_tracker_that_is_not_installed_is_refused(
     monkeypatch.setattr(setup, "find_spec", lambda name: None)
     for name in ("wandb", "trackio"):
         config = recipe(tracker=name)
-        with pytest.raises(HeadwayError, match=rf"pip install headway\[{name}\]"):
+        with pytest.raises(HeadwayError, match=rf"pip install 'headway\[{name}\]'"):
             train(config, target=tiny)
         assert not Path(config.out).exists()
 
