@@ -43,7 +43,7 @@ def array_items(text: TextIO) -> Iterator[tuple[Any, str]]:
             if ended or not (error.msg.startswith("Unterminated") or error.pos > len(held) - 16):
                 yield None, _LOST
                 return
-        except RecursionError:
+        except (ValueError, RecursionError):  # a number of more digits than Python reads
             yield None, _LOST
             return
         if whole:

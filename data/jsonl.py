@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from headway.heads.common.aside import file_aside
+from headway.heads.common.aside import file_aside, naming
 from headway.heads.common.errors import HeadwayError
 
 
@@ -40,7 +39,7 @@ class AppendLog:
         """Write one line, and return the byte that it begins at."""
         line = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
         at, self._end = self._end, self._end + len(line)
-        with _named(self.path):
+        with naming(self.path):
             self._file.write(line)
             self._file.flush()
         self._unsynced += 1
@@ -57,7 +56,7 @@ class AppendLog:
 
     def sync(self) -> None:
         """Bring what was written to the disk."""
-        with _named(self.path):
+        with naming(self.path):
             os.fsync(self._file.fileno())
         self._unsynced = 0
 
@@ -80,7 +79,7 @@ class AppendLog:
     def close(self) -> None:
         """Sync and close; safe to call twice."""
         if not self._file.closed:
-            with _named(self.path):
+            with naming(self.path):
                 try:
                     self.sync()
                 finally:
@@ -91,16 +90,6 @@ class AppendLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Give the errors of an open file, which name none, the file's name: a full disk should be told from another."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def lock(file: BinaryIO, path: Path) -> None:

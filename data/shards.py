@@ -75,10 +75,11 @@ def decode(stored: Tensor, hidden_size: int) -> Tensor:
     if stored.dtype == torch.bfloat16:
         return stored
     outliers = 2 * _num_outliers(hidden_size)
-    code, exponent, outlier, at = stored.split([hidden_size, 1, outliers, outliers], -1)
-    rest_XD = torch.ldexp(code.contiguous().view(torch.int8).float(), exponent.contiguous().view(torch.int8).int())
-    at_XK = at.contiguous().view(torch.int16).long()
-    return rest_XD.to(torch.bfloat16).scatter(-1, at_XK, outlier.contiguous().view(torch.bfloat16))
+    parts = stored.split([hidden_size, 1, outliers, outliers], -1)
+    # Copied even where they are contiguous, as those of a single row are: at an odd byte none is read as 16 bits.
+    code, exponent, outlier, at = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+    rest_XD = torch.ldexp(code.view(torch.int8).float(), exponent.view(torch.int8).int())
+    return rest_XD.to(torch.bfloat16).scatter(-1, at.view(torch.int16).long(), outlier.view(torch.bfloat16))
 
 
 def require_finite(feature: Tensor, what: str) -> None:

@@ -6,7 +6,9 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -16,6 +18,7 @@ from headway.heads.common.errors import HeadwayError
 KINDS = (".jsonl", ".jsonl.gz", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _LARGEST_CELL = 64 << 20
+_ARROW_ROWS = 256
 
 
 class RowError(ValueError):
@@ -106,7 +109,7 @@ def _jsonl(path: Path) -> Iterator[NumberedRow]:
                 line = line.removeprefix(b"\xef\xbb\xbf").strip()
                 if line:
                     yield number, _parse(line)
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise HeadwayError(f"{path} cannot be read to its end: {_first_line(error)}; copy it again") from error
 
 
@@ -187,13 +190,42 @@ def _parquet(path: Path) -> Iterator[NumberedRow]:
     import pyarrow.parquet
 
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        yield from enumerate(_arrow_rows(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_ARROW_ROWS)), 1)
     except (pyarrow.ArrowException, OSError) as error:
         raise HeadwayError(f"{path} is no readable parquet file: {_first_line(error)}") from error
+
+
+def _arrow_rows(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the rows of Arrow tables; one with a value that Python cannot hold is the RowError that says so."""
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except (ValueError, OverflowError):  # somewhere: text that is not UTF-8, a time out of range
+            rows = [_arrow_row(batch, at) for at in range(batch.num_rows)]
+        yield from rows
+
+
+def _arrow_row(batch: Any, at: int) -> dict[str, Any] | RowError:
+    row = {}
+    for column, name in enumerate(batch.schema.names):
+        try:
+            row[name] = batch.column(column)[at].as_py()
+        except UnicodeDecodeError:
+            return RowError("not UTF-8")
+        except (ValueError, OverflowError):
+            return RowError(f"a value in {repr(name)[:40]} that cannot be read")
+    return row
+
+
+def _undecoded(rows: Any) -> Any:
+    """Return a dataset whose images and sounds stay as they are stored: they are not used, so one that is damaged costs its
+    own row alone, and no library for them need be there."""
+    import datasets
+
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+            rows = rows.cast_column(name, replace(feature, decode=False))
+    return rows
 
 
 def _dataset(source: str, split: str) -> Iterator[NumberedRow]:
@@ -208,8 +240,16 @@ def _dataset(source: str, split: str) -> Iterator[NumberedRow]:
             rows = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             rows = datasets.load_dataset(name, config or None, split=split, revision=revision or None, streaming=True)
-        yield from enumerate(rows, 1)
-    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError, HfHubHTTPError) as error:
+        yield from enumerate(_undecoded(rows), 1)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        datasets.exceptions.DatasetsError,
+        HfHubHTTPError,
+    ) as error:
         raise HeadwayError(
             f"cannot read {source!r} (split {split!r}) as a file, a dataset folder or a hub id: {_first_line(error)}"
         ) from error

@@ -14,6 +14,7 @@ step), as published; with `steps` the head also learns from its own predictions,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -68,8 +69,8 @@ class Config(LayerConfig):
         if self.steps < 1:
             raise HeadwayError(f"head.steps is {self.steps}; at least 1 is needed")
         for name in ("feature_weight", "token_weight", "noise", "draft_vocab_size"):
-            if not getattr(self, name) >= 0:
-                raise HeadwayError(f"head.{name} is {getattr(self, name)}; give 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise HeadwayError(f"head.{name} is {getattr(self, name)}; give a finite number of 0 or more")
         if not self.feature_weight + self.token_weight:
             raise HeadwayError("head.feature_weight and head.token_weight are both 0; nothing would be learned")
 

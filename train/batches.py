@@ -75,9 +75,10 @@ def make_rows(
     while 0 < num_held_out < len(kept) and of[num_held_out - 1] == of[num_held_out]:
         num_held_out += 1
     if len(kept) <= num_held_out:
+        remedy = "lower eval_rows or eval_fraction (0 holds out none)" if kept else "raise max_length"
         raise HeadwayError(
             f"{len(dialogs)} dialogs give {len(kept)} rows with a supervised token in the first {max_length}, and "
-            f"{num_held_out} are held out; make more with `headway distill`, or raise max_length"
+            f"{num_held_out} are held out; make more with `headway distill`, or {remedy}"
         )
     train = kept[num_held_out:]
     if supervise == "all":

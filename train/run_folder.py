@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headway.data.jsonl import lock
 from headway.data.manifest import check_writable, read_json, write_json
-from headway.heads.common.aside import file_aside, folder_aside
+from headway.heads.common.aside import file_aside, folder_aside, naming
 from headway.heads.common.checkpoint import read_tensors
 from headway.heads.common.errors import HeadwayError
 from headway.train.config import TrainConfig
@@ -193,7 +193,8 @@ class RunFolder:
 
     def log(self, row: dict[str, Any]) -> None:
         """Append a row to log.jsonl."""
-        with (self.path / "log.jsonl").open("a", encoding="utf-8") as file:
+        path = self.path / "log.jsonl"
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def rewind_log(self, step: int) -> None:

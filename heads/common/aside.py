@@ -6,6 +6,7 @@ place next removes what a process that was killed has left.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -15,10 +16,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+LITTLE_BYTES = 1 << 20
+"""A disk with less room is full."""
 SLACK_SECONDS = 60
 """By which the clocks of a file's disk and of this machine may differ."""
 
 _said: set[Path] = set()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, what keeps a file from being written to its end is an OSError that names `path`: those of an open file name none,
+    and safetensors and torch raise errors of their own."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    except Exception as error:
+        number = _number(error, path)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _number(error: Exception, path: Path) -> int | None:
+    """Return the system's number of an error in writing that a library raised as its own; None for any other."""
+    found = re.search(r"Error while serializing: .*\(os error (\d+)\)", str(error))
+    if found is not None:
+        return int(found[1])
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):  # torch.save, which gives no reason
+        return errno.ENOSPC if shutil.disk_usage(path.parent).free < LITTLE_BYTES else errno.EIO
+    return None
 
 
 @contextmanager
@@ -27,8 +56,9 @@ def file_aside(path: Path) -> Iterator[Path]:
     aside = _place(path)
     remove_dead(path)
     try:
-        yield aside
-        _to_disk(aside)
+        with naming(path):
+            yield aside
+            _to_disk(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -43,7 +73,8 @@ def scratch_aside(path: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        yield aside
+        with naming(path):
+            yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -13,6 +13,7 @@ ones are the steps of the newest anchor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,10 +48,43 @@ class LayerConfig(HeadConfig):
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
+        if self.hidden_size:  # else what is left open is not yet known
+            self._check_sizes()
         if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise HeadwayError(
                 f"head.num_attention_heads {self.num_attention_heads} is no multiple of head.num_key_value_heads "
                 f"{self.num_key_value_heads}; choose a divisor"
+            )
+        if self.hidden_size:
+            self._check_rope()
+
+    def _check_sizes(self) -> None:
+        names = (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+        )
+        for name in names:
+            if getattr(self, name) < 1:
+                raise HeadwayError(f"head.{name} is {getattr(self, name)}; give 1 or more, or leave it out")
+        if self.head_dim % 2:
+            raise HeadwayError(f"head.head_dim is {self.head_dim}; give an even number: positions turn pairs")
+        if not 0 < self.rms_norm_eps < math.inf:
+            raise HeadwayError(f"head.rms_norm_eps is {self.rms_norm_eps}; give a finite number above 0")
+
+    def _check_rope(self) -> None:
+        remedy = "give rotary parameters as transformers spells them, {'rope_type': 'default', 'rope_theta': 10000.0} for one"
+        try:
+            # Written so that a NaN does not pass.
+            fits = 0 < self.rope.get("rope_theta", 10000.0) < math.inf
+            pairs = LlamaRotaryEmbedding(llama_config(self)).inv_freq.numel() if fits else 0
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise HeadwayError(f"head.rope is {self.rope}: {' '.join(map(str, error.args))}; {remedy}") from None
+        if 2 * pairs != self.head_dim:
+            raise HeadwayError(
+                f"head.rope is {self.rope}, which does not turn whole heads of {self.head_dim}; {remedy}"
             )
 
     @classmethod

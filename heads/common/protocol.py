@@ -15,6 +15,7 @@ Alignment, the same at train and run time:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -118,6 +119,9 @@ class HeadConfig:
         filled["vocab_size"] = info.vocab_size
         config = cls(**filled)
         config.check_taps(info)
+        decay = getattr(config, "decay", 1.0)
+        if not 0 <= decay < math.inf:
+            raise HeadwayError(f"head.decay is {decay}; give a finite number of 0 or more")
         words = getattr(config, "draft_vocab_size", 0)
         if words > info.num_tokens:
             raise HeadwayError(

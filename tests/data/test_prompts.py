@@ -162,6 +162,33 @@ def test_saved_dataset_folder(tmp_path: Path) -> None:
     assert [spelled(row) for row in read_rows(str(tmp_path / "set"))[0]] == ["u:a"]
 
 
+def test_a_cell_that_cannot_be_read_costs_its_row_alone(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    columns = {
+        "prompt": pa.array([b"a", b"\xff", b"c", b"d"], pa.binary()).view(pa.string()),
+        "when": pa.array([0, 0, 2**62, 0], pa.timestamp("us")),
+    }
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    rows, report = read_rows(str(tmp_path / "rows.parquet"))
+    assert [spelled(row) for row in rows] == ["u:a", "u:d"]
+    assert report.skipped == {"not UTF-8": 1, "a value in 'when' that cannot be read": 1}
+    assert report.first == {"not UTF-8": 2, "a value in 'when' that cannot be read": 3}
+
+
+def test_images_of_a_dataset_are_not_decoded(tmp_path: Path) -> None:
+    """Neither is a library needed for that, nor do those that are damaged cost other rows."""
+    datasets = pytest.importorskip("datasets")
+    given = [{"prompt": name, "image": image} for name, image in (("a", {"bytes": b"no image"}), ("b", None))]
+    shapes = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image(decode=False)})
+    stored = datasets.Dataset.from_list(given, features=shapes)
+    stored.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "set")
+    rows, report = read_rows(str(tmp_path / "set"))
+    assert [spelled(row) for row in rows] == ["u:b"]
+    assert report.skipped == {"multimodal row (field 'image')": 1}
+
+
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "a/b/c"])
 def test_missing_source(tmp_path: Path, name: str) -> None:
     with pytest.raises(HeadwayError, match="does not exist"):
@@ -355,6 +382,7 @@ def test_json_array_is_read_element_by_element(tmp_path: Path, chunk: int, monke
         (b'[{"prompt": "a"}, {"prompt": "b"}', 2),
         (b'[{"prompt": "a"}, {"prompt": "\xff"}, {"prompt": "c"}]', 2),
         (b'[{"prompt": "a"}]\n[{"prompt": "b"}]', 1),
+        (b'[{"prompt": "a"}, {"prompt": "b", "id": ' + b"9" * 5000 + b"}]", 1),  # more digits than Python reads
     ],
 )
 def test_broken_json_array_is_said(tmp_path: Path, text: bytes, good: int) -> None:
@@ -371,9 +399,11 @@ def test_zipped_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 3))
     assert len(read_rows(str(path))[0]) == 3
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(HeadwayError, match="cannot be read to its end"):
-        read_rows(str(path))
+    whole = gzip.compress(b"".join(b'{"prompt": "%d"}\n' % i for i in range(200)))
+    for damaged in (whole[:-9], whole[:40] + b"\xff" + whole[41:], whole[:-6] + b"\xff" + whole[-5:]):
+        path.write_bytes(damaged)
+        with pytest.raises(HeadwayError, match="cannot be read to its end"):
+            read_rows(str(path))
 
 
 def test_hub_id_with_revision_and_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,13 @@ def test_storing_again_what_was_read_changes_nothing(store) -> None:
     assert decode(encode(torch.zeros(2, 3, 64), store), 64).equal(torch.zeros(2, 3, 64, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_single_row_is_read_as_any_other(rows: int) -> None:
+    stored = encode(features(), "int8")
+    assert decode(stored[:rows], 64).equal(decode(stored, 64)[:rows])
+    assert decode(stored[5:][:rows], 64).equal(decode(stored, 64)[5:][:rows])
+
+
 def test_large_channels_do_not_round_the_others_away() -> None:
     value = features()
     error = (decode(encode(value, "int8"), 64).float() - value).abs()

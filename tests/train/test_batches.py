@@ -57,7 +57,7 @@ def test_all_tokens_of_training_rows_can_be_goals() -> None:
 def test_nothing_to_train_on_is_refused() -> None:
     with pytest.raises(HeadwayError, match="give 0 rows"):
         make_rows([dialog(0, 12, start=12)], 20, 0.0, 10)
-    with pytest.raises(HeadwayError, match="1 are held out"):
+    with pytest.raises(HeadwayError, match="1 are held out; make more .*, or lower eval_rows or eval_fraction"):
         make_rows([dialog(0, 12)], 20, 0.5, 10)
 
 

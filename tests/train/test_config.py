@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from headway.heads.common.errors import HeadwayError
-from headway.heads.common.protocol import families
+from headway.heads.common.protocol import families, find_family
+from headway.inference.target import Target
 from headway.train.config import load_recipe, make_config
 
 LEAST: dict[str, Any] = {"family": "medusa", "target": "t", "dialogs": "d", "out": "o", "max_steps": 3}
@@ -74,6 +75,40 @@ def test_a_recipe_and_what_the_command_line_changes(tmp_path: Path) -> None:
 def test_what_is_refused(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(HeadwayError) as caught:
         make_config(LEAST | changes)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "named"),
+    [
+        ("hydra", {"intermediate_size": -4}, "head.intermediate_size is -4; give 1 or more"),
+        ("eagle", {"num_attention_heads": 0}, "head.num_attention_heads is 0; give 1 or more"),
+        ("eagle3", {"num_key_value_heads": -1}, "head.num_key_value_heads is -1; give 1 or more"),
+        (
+            "peagle",
+            {"num_attention_heads": 3},
+            "head.num_attention_heads 3 is no multiple of head.num_key_value_heads 2",
+        ),
+        ("eagle", {"head_dim": 7}, "head.head_dim is 7; give an even number"),
+        ("eagle3", {"max_position_embeddings": 0}, "head.max_position_embeddings is 0; give 1 or more"),
+        ("peagle", {"rms_norm_eps": float("nan")}, "head.rms_norm_eps is nan; give a finite number above 0"),
+        ("medusa", {"decay": -0.5}, "head.decay is -0.5; give a finite number of 0 or more"),
+        ("eagle3", {"decay": float("nan")}, "head.decay is nan; give a finite number of 0 or more"),
+        ("eagle", {"noise": float("inf")}, "head.noise is inf; give a finite number of 0 or more"),
+        ("eagle", {"rope": {"rope_type": "yarn"}}, "head.rope"),
+        ("eagle", {"rope": {"rope_type": "round"}}, "head.rope"),
+        ("eagle", {"rope": {"rope_theta": -1.0}}, "head.rope"),
+        (
+            "eagle",
+            {"rope": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            "does not turn whole heads of 16",
+        ),
+    ],
+)
+def test_sizes_of_a_head_that_none_can_have(tiny: Target, family: str, head: dict[str, Any], named: str) -> None:
+    with pytest.raises(HeadwayError) as caught:
+        find_family(family)[0].for_target(tiny.info, **head)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
