@@ -626,8 +626,9 @@ def _accepted_lengths(
 
 
 def _show_rows(title: str, rows: list[dict]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from headway.inference.whole_table import print_table
 
     table = Table(title=title)
     table.add_column("category")
@@ -636,7 +637,7 @@ def _show_rows(title: str, rows: list[dict]) -> None:
     for row in rows:
         length = f"{row['accepted_length']:.2f}"
         table.add_row(row["category"], str(row["prompts"]), length, str(row["tokens"]), str(row["rounds"]))
-    Console().print(table)
+    print_table(table)
 
 
 @command("distill")
@@ -1024,8 +1025,9 @@ def audit_command(
 
 def _show_tuning(report: dict[str, Any]) -> None:
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
+
+    from headway.inference.whole_table import print_table
 
     if "candidates" not in report:
         print(f"{report['policy']}: {report['reason']}")
@@ -1047,7 +1049,7 @@ def _show_tuning(report: dict[str, Any]) -> None:
         expected = (f"{found[f'expected_{key}']:.2f}" for key in ("accepted_length", "ratio_vs_plain"))
         together.add_row(count, found["policy"], *expected)
     for table in (costs, best, together):
-        Console().print(table)
+        print_table(table)
 
 
 @command("train", context_settings={"ignore_unknown_options": True})

@@ -156,7 +156,9 @@ def _look(api: HfApi, repo_id: str, private: bool) -> ModelInfo | None:
         held = None
     if held is None:
         raise HeadwayError(f"{repo_id} holds something that is no head of headway; push to another name")
-    _say(f"{repo_id} holds a head ({held['family']}, for {held['target']['name']}); it stays in the history ({found.sha})")
+    _say(
+        f"{repo_id} holds a head ({held['family']}, for {held['target']['name']}); it stays in the history ({found.sha})"
+    )
     return found
 
 

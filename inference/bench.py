@@ -43,6 +43,7 @@ from headway.inference.sampling import Settings
 from headway.inference.target import Target
 from headway.inference.tree import Policy
 from headway.inference.unfinished import Unfinished, kept
+from headway.inference.whole_table import print_table
 
 Prompt = tuple[str, str, list[int]]
 """(id, category, token ids)."""
@@ -330,7 +331,6 @@ def throughput(
 def print_throughput(report: dict[str, Any], console: Any = None) -> None:
     """Print a throughput report's table."""
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
 
     place, size = report["environment"], report["settings"]["batch_size"]
@@ -343,7 +343,7 @@ def print_throughput(report: dict[str, Any], console: Any = None) -> None:
         same = "-" if row["identical"] is None else f"{row['identical']:.0%}"
         cells = [f"{row['tokens_per_s']:.1f}", f"{row['ratio_vs_transformers']:.2f}"]
         table.add_row(row["name"], *cells, str(row["tokens"]), f"{row['seconds']:.0f}", same)
-    (console or Console()).print(table)
+    print_table(table, console)
 
 
 def _plain_settings(settings: Settings) -> dict[str, Any]:
@@ -662,15 +662,15 @@ def print_report(report: dict[str, Any], console: Any = None) -> None:
         token_ms = ["-" if row[key] is None else f"{row[key]:.{n}f}" for key, n in places.items()]
         name = f"{row['name']} (lossy)" if row["lossy"] else row["name"]
         table.add_row(name, f"{row['tokens_per_s']:.1f}", *cells, same, f"{row['ttft_ms']:.0f}", *token_ms)
-    console.print(table)
+    print_table(table, console)
     for row in report["refused"]:
         console.print(f"no row of {row['name']}, which refused: {row['error']}", markup=False)
     for error in report["errors"]:
         console.print(f"not counted: {error['id']}, on which {error['name']} failed: {error['error']}", markup=False)
     if len(report["prompts"]["categories"]) > 1:
-        console.print(_category_table(report))
+        print_table(_category_table(report), console)
     if report["rounds"]:
-        console.print(_round_table(report))
+        print_table(_round_table(report), console)
 
 
 def _category_table(report: dict[str, Any]) -> Any:
@@ -708,7 +708,6 @@ def _round_table(report: dict[str, Any]) -> Any:
 def print_crossover(reports: Sequence[dict[str, Any]], console: Any = None) -> None:
     """Print the speed-up of each method over plain decoding at each batch size, of reports that differ in it alone."""
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
 
     sizes = [report["settings"]["batch_size"] for report in reports]
@@ -718,7 +717,7 @@ def print_crossover(reports: Sequence[dict[str, Any]], console: Any = None) -> N
         table.add_column(str(size), justify="right")
     for name, ratios in _ratios(reports).items():
         table.add_row(name, *("-" if ratios.get(size) is None else f"{ratios[size]:.2f}" for size in sizes))
-    (console or Console()).print(table)
+    print_table(table, console)
 
 
 def _ratios(reports: Sequence[dict[str, Any]]) -> dict[str, dict[int, float]]:
