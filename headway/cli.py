@@ -79,7 +79,7 @@ HeldOutOption = Annotated[
     float,
     typer.Option(
         "--held-out",
-        help="Use only this share of the rows, the lowest hashes of id, which --hold-out leaves out and training holds out; 0: all.",
+        help="Use only this share of the rows, the lowest hashes of id: what --hold-out leaves out and training holds out; 0: all.",
     ),
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first N rows of each prompts file.")]

@@ -6,6 +6,7 @@ weights or, kept, beside them.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -45,10 +46,16 @@ def head_fields(config: TrainConfig) -> dict[str, Any]:
     for name, value in config.head.items():
         if (list(value) if isinstance(value, tuple) else value) != saved["head"].get(name):
             raise HeadwayError(
-                f"head.{name} is {value!r}, init_from {config.init_from} has {saved['head'].get(name)!r}; leave it out"
+                f"head.{name} is {value!r}, init_from {config.init_from} has {saved['head'].get(name)!r}; leave it out of the "
+                f"recipe, or give head.{name}={_spelled(saved['head'].get(name))}"
             )
     fields = find_family(config.family)[0].from_json(saved["head"])
     return {name: getattr(fields, name) for name in saved["head"] if name not in ("hidden_size", "vocab_size")}
+
+
+def _spelled(value: Any) -> str:
+    """Return a field's value as it is given on the command line."""
+    return json.dumps(value).replace(" ", "")
 
 
 def begin_with(config: TrainConfig, frozen: Frozen) -> Head:

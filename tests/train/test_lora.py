@@ -167,7 +167,7 @@ def test_dotted_keys_reach_the_lora(recipe: Any) -> None:
     [
         ({"init_from": "./nowhere"}, "no folder './nowhere'"),
         ({"family": "eagle3", "head": {}}, "of family medusa, the recipe says eagle3"),
-        ({"head": {"num_heads": 3}}, "head.num_heads is 3, init_from .* has 2"),
+        ({"head": {"num_heads": 3}}, "head.num_heads is 3, init_from .* has 2; .* or give head.num_heads=2$"),
         ({"lora": FIELDS | {"modules": ("fc",)}}, "lora.modules has 'fc', the head can have one on blocks.0.0.linear"),
         ({"lora": FIELDS | {"modules": ("lm_heads.0",)}}, "lora.modules has 'lm_heads.0'"),
     ],
