@@ -31,7 +31,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None:  # else it says what it has to in words, which a name would take the place of
+            error.filename = error.filename or str(path)
         raise
     except Exception as error:
         number = _number(error, path)
@@ -73,8 +74,7 @@ def scratch_aside(path: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
-        with naming(path):
-            yield aside
+        yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -87,9 +87,10 @@ def folder_aside(folder: Path) -> Iterator[Path]:
     before = _place(folder, "old")
     with scratch_aside(folder) as aside:
         try:
-            yield aside
-            for path in aside.iterdir():
-                _to_disk(path)
+            with naming(folder):
+                yield aside
+                for path in aside.iterdir():
+                    _to_disk(path)
             if folder.exists():
                 folder.replace(before)
             aside.replace(folder)

@@ -48,14 +48,13 @@ class LayerConfig(HeadConfig):
     max_position_embeddings: int = 2048
 
     def __post_init__(self) -> None:
-        if self.hidden_size:  # else what is left open is not yet known
-            self._check_sizes()
         if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
             raise HeadwayError(
                 f"head.num_attention_heads {self.num_attention_heads} is no multiple of head.num_key_value_heads "
                 f"{self.num_key_value_heads}; choose a divisor"
             )
-        if self.hidden_size:
+        if self.hidden_size:  # else what is left open is not yet known
+            self._check_sizes()
             self._check_rope()
 
     def _check_sizes(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from headway.data.jsonl import AppendLog
 from headway.data.manifest import write_json
 from headway.data.shards import write_shard
+from headway.heads.common.aside import file_aside, folder_aside, scratch_aside
 from headway.heads.common.checkpoint import save_head
 from headway.heads.common.errors import spell_os_error
 from headway.heads.common.protocol import find_family
@@ -86,6 +88,19 @@ def test_a_head_that_cannot_be_written_leaves_the_one_before(tiny: Target, tmp_p
         save_head(head, tmp_path / "head", target=tiny.info)
     assert spell_os_error(caught.value).startswith(f"{tmp_path / 'head'}: ")
     assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("aside", [file_aside, folder_aside, scratch_aside])
+def test_an_error_in_words_of_its_own_keeps_them(aside: Any, tmp_path: Path) -> None:
+    """Such as transformers' of a model that it cannot load: no error of the system, so of no file."""
+    with pytest.raises(OSError, match="^no such model$"), aside(tmp_path / "x"):
+        raise OSError("no such model")
+
+
+def test_a_connection_that_is_refused_names_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionRefusedError) as caught, scratch_aside(tmp_path / "x"):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    assert spell_os_error(caught.value) == "Connection refused"
 
 
 def files(folder: Path) -> dict[str, bytes]:
